@@ -4,45 +4,69 @@
 //   n = Σ integer of the row · integer of the vector, in 64 bits
 //   number = n · power of the row · power of the vector
 //
-// What makes it fast: sums of integers are the same in any order. So tensor cores multiply them
-// byte by byte: two bytes of a row's integers, which the warp that has the row rounds in its
-// registers, by three of a vector's, which lie in shared memory.
+// What makes it fast:
+// 1. Sums of integers are the same in any order. So tensor cores multiply them byte by byte: two
+//    bytes of a row's integers by three of a vector's.
+// 2. A warp has the bytes of its rows in registers and goes through a text's pages with them, where
+//    head sizes are up to 128. Of larger heads it rounds rows anew for each tile.
+// 3. The vectors of the next tile are on their way while those in hand are packed.
 #pragma once
 
 #include "pack_tiles.cuh"
 #include "tensor_core.cuh"
 #include "vector.cuh"
 
-constexpr int kPackTokens = 64;  // of a thread block; also in rust/cuda/src/pack_pages.rs
+constexpr int kPackTokens = 64;  // of a tile; also in rust/cuda/src/pack_pages.rs
 constexpr int kVectorBytes = 3;  // of an integer; there too
 constexpr int kStep = 32;        // channels of a product; there too
-constexpr int kByteGap = 16;     // between tokens, whose rows begin in other banks; there too
+constexpr int kGap = 16;         // bytes between vectors, which begin in other banks; there too
 constexpr int kRowBits = 15;     // below the sign, as the definition has them
 constexpr int kVectorBits = 23;
 constexpr int kLeastExponent = -104;
-constexpr int kMaxSteps = 8;  // of the largest head size
+constexpr int kPackWarps = kThreads / 32;
+constexpr int kRows = 8;       // of a basis, that a product has
+constexpr int kProducts = 2;   // products that a warp makes of the same vectors
+static_assert(kThreads == 4 * kPackTokens, "four threads round a vector");
 
+// In shared memory, for heads of up to 32 · kSteps channels.
+template <typename C, int kSteps>
 struct NumbersRoom {
-  unsigned char* bytes;  // [kVectorBytes, kPackTokens, byte_pitch], the highest first
-  float* numbers;        // [kPackTokens, pitch]
+  unsigned char* exact;  // [kPackTokens, exact_pitch]: vectors of elements C
+  unsigned char* bytes;  // [kVectorBytes, kPackTokens, byte_pitch]: integers, the highest byte first
+  float* mean;           // [kSteps * kStep]
   float* powers;         // [kPackTokens]; NaN of vectors that are not finite
-  int steps, byte_pitch, pitch;
+  float* numbers;        // [kPackTokens, pitch]
+  int exact_pitch, byte_pitch, pitch;
 
-  __device__ NumbersRoom(float* shared, int dim, int channels)
-      : steps((dim + kStep - 1) / kStep),
-        byte_pitch(steps * kStep + kByteGap),
-        pitch((channels + 7) / 8 * 8 + 4) {
-    bytes = reinterpret_cast<unsigned char*>(shared);
-    numbers = shared + kVectorBytes * kPackTokens * byte_pitch / 4;
-    powers = numbers + kPackTokens * pitch;
+  __device__ NumbersRoom(unsigned char* shared, int dim)
+      : exact_pitch(dim * sizeof(C) + kGap),
+        byte_pitch((dim + kStep - 1) / kStep * kStep + kGap),
+        pitch((dim + kStep - 1) / kStep * kStep + 4) {
+    exact = shared;
+    bytes = exact + kPackTokens * exact_pitch;
+    mean = reinterpret_cast<float*>(bytes + kVectorBytes * kPackTokens * byte_pitch);
+    powers = mean + kSteps * kStep;
+    numbers = powers + kPackTokens;
   }
 };
 
 // Bits of a number's size, which have its order.
 __device__ __forceinline__ uint32_t size_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
-// What the integers of so many bits stand for in numbers of which the largest has this size: 2 to
-// the exponent, times 1; NaN where it is not finite.
+template <int N>
+__device__ __forceinline__ uint32_t largest_size(const float (&x)[N][4], uint32_t largest = 0) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) largest = max(largest, size_bits(x[i][e]));
+  }
+  // Of the four lanes that have a vector, or a row.
+  largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+  return max(largest, __shfl_xor_sync(~0u, largest, 2));
+}
+
+// What the integers of so many bits stand for in numbers of which the largest has this size, and
+// what makes numbers integers; NaN where it is not finite.
 struct Power {
   float one, inverse;
 
@@ -72,49 +96,105 @@ struct FourIntegers {
   }
 };
 
-__device__ __forceinline__ uint32_t size_of_four(const float (&x)[4]) {
-  return max(max(size_bits(x[0]), size_bits(x[1])), max(size_bits(x[2]), size_bits(x[3])));
+// Starts to bring a tile's vectors, each by four threads.
+template <typename C, int kSteps>
+__device__ void fetch_vectors(const PackPagesParams& p, const Tile& tile,
+                              const NumbersRoom<C, kSteps>& room) {
+  const int token = threadIdx.x / 4, bytes = p.head_dim * sizeof(C);
+  if (token < tile.tokens) {
+    const C* vector = static_cast<const C*>(p.cache) + vector_at(p, tile, token);
+    const auto* from = reinterpret_cast<const unsigned char*>(vector);
+    const uint32_t to = shared_address(room.exact + token * room.exact_pitch);
+    for (int at = threadIdx.x % 4 * 16; at < bytes; at += 64) copy_async(to + at, from + at, true);
+  }
+  commit_copies();
 }
 
-// Rounds the vectors of a tile without their mean, a warp each; zeros where there is no token.
-template <typename C>
-__device__ void round_vectors(const PackPagesParams& p, const Tile& tile, const NumbersRoom& room,
-                              const float* mean) {
-  const int dim = p.head_dim, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int kParts = kMaxSteps * kStep / 128;
-#pragma unroll 2
-  for (int token = warp; token < kPackTokens; token += kThreads / 32) {
-    const bool there = token < tile.tokens;
-    const C* from = static_cast<const C*>(p.cache) + (there ? vector_at(p, tile, token) : 0);
-    float centred[kParts][4] = {};
-    uint32_t largest = 0;
+// Rounds a tile's vectors without their mean, each by four threads. What is behind the tile's last
+// token is rounded too, and not looked at.
+template <typename C, int kSteps>
+__device__ void round_vectors(const NumbersRoom<C, kSteps>& room, int dim) {
+  const int token = threadIdx.x / 4, first = threadIdx.x % 4 * 4;
+  const C* exact = reinterpret_cast<const C*>(room.exact + token * room.exact_pitch);
+  float centred[2 * kSteps][4] = {};
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int d = 128 * part + 4 * lane;
-      if (d < dim && there) {
-        const auto x = load<C, 4>(from + d);
-        const auto of_mean = load<float, 4>(mean + d);
+  for (int i = 0; i < 2 * kSteps; ++i) {
+    const int d = first + 16 * i;
+    if (d < dim) {
+      const auto x = load<C, 4>(exact + d);
+      const auto mean = load<float, 4>(room.mean + d);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          centred[part][i] = __fsub_rn(static_cast<float>(x.at[i]), of_mean.at[i]);
-        }
-        largest = max(largest, size_of_four(centred[part]));
+      for (int e = 0; e < 4; ++e) {
+        centred[i][e] = __fsub_rn(static_cast<float>(x.at[e]), mean.at[e]);
       }
     }
-    const Power power(__reduce_max_sync(~0u, largest), kVectorBits);
+  }
+  const Power power(largest_size(centred), kVectorBits);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int d = 128 * part + 4 * lane;
-      if (d < kStep * room.steps) {
-        const FourIntegers<kVectorBits> four(centred[part], power);
+  for (int i = 0; i < 2 * kSteps; ++i) {
+    const int d = first + 16 * i;
+    if (d < room.byte_pitch - kGap) {
+      const FourIntegers<kVectorBits> four(centred[i], power);
 #pragma unroll
-        for (int b = 0; b < kVectorBytes; ++b) {
-          unsigned char* to = room.bytes + (b * kPackTokens + token) * room.byte_pitch + d;
-          *reinterpret_cast<uint32_t*>(to) = four.word(kVectorBytes - 1 - b);
-        }
+      for (int b = 0; b < kVectorBytes; ++b) {
+        unsigned char* to = room.bytes + (b * kPackTokens + token) * room.byte_pitch + d;
+        *reinterpret_cast<uint32_t*>(to) = four.word(kVectorBytes - 1 - b);
       }
     }
-    if (lane == 0) room.powers[token] = power.one;
+  }
+  if (first == 0) room.powers[token] = power.one;
+}
+
+// The bytes of eight rows of a basis as a lane has them for products: of row lane / 4.
+template <int kSteps>
+struct RowBytes {
+  uint32_t high[2 * kSteps], low[2 * kSteps];
+  float powers[2];  // of rows lane % 4 · 2 and + 1
+
+  __device__ void round(const float (&numbers)[2 * kSteps][4]) {
+    const int lane = threadIdx.x % 32;
+    const Power power(largest_size(numbers), kRowBits);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const FourIntegers<kRowBits> four(numbers[i], power);
+      high[i] = four.word(1);
+      low[i] = four.word(0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) powers[i] = __shfl_sync(~0u, power.one, 4 * (lane % 4 * 2 + i));
+  }
+};
+
+// Brings a lane's numbers of eight rows of so many, from the first one on; 0 behind the last.
+template <int kSteps>
+__device__ __forceinline__ void load_rows(float (&numbers)[2 * kSteps][4], const float* rows,
+                                          int first, int count, int dim) {
+  const int lane = threadIdx.x % 32, row = first + lane / 4, begin = lane % 4 * 4;
+#pragma unroll
+  for (int i = 0; i < 2 * kSteps; ++i) {
+    const int d = begin + 16 * i;
+    Pack<float, 4> four = {};
+    if (row < count && d < dim) four = load<float, 4>(rows + row * dim + d);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) numbers[i][e] = four.at[e];
+  }
+}
+
+// Rounds the rows that a warp multiplies with together: all are on their way before one is looked
+// at, but for large heads, of which registers do not hold them.
+template <int kSteps>
+__device__ __forceinline__ void take_rows(RowBytes<kSteps> (&bytes)[kProducts], const float* rows,
+                                          int first, int count, int dim) {
+  constexpr int kAtOnce = kSteps > 4 ? 1 : kProducts;
+#pragma unroll
+  for (int r0 = 0; r0 < kProducts; r0 += kAtOnce) {
+    float numbers[kAtOnce][2 * kSteps][4];
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) {
+      load_rows<kSteps>(numbers[r], rows, first + kRows * kPackWarps * (r0 + r), count, dim);
+    }
+#pragma unroll
+    for (int r = 0; r < kAtOnce; ++r) bytes[r0 + r].round(numbers[r]);
   }
 }
 
@@ -134,64 +214,21 @@ __device__ __forceinline__ void multiply_bytes(int (&c)[4], const uint32_t (&a)[
 #undef MULTIPLY
 }
 
-// The bytes of eight rows of a basis as a lane has them for products: of row lane / 4.
-struct RowBytes {
-  uint32_t high[2 * kMaxSteps], low[2 * kMaxSteps];
-  float power;  // of that row
-
-  __device__ RowBytes(const float* row, int dim, int steps) {
-    const int first = threadIdx.x % 4 * 4;
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * kMaxSteps; ++i) {
-      if (i < 2 * steps) {
-        const auto four = four_of(row, first + 16 * i, dim);
-        largest = max(largest, size_of_four(four.at));
-      }
-    }
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
-    const Power of_row(largest, kRowBits);
-    power = of_row.one;
-#pragma unroll
-    for (int i = 0; i < 2 * kMaxSteps; ++i) {
-      if (i < 2 * steps) {
-        const FourIntegers<kRowBits> four(four_of(row, first + 16 * i, dim).at, of_row);
-        high[i] = four.word(1);
-        low[i] = four.word(0);
-      }
-    }
-  }
-
- private:
-  // Zeros behind the last channel, and of a row that is none.
-  static __device__ Pack<float, 4> four_of(const float* row, int d, int dim) {
-    if (row != nullptr && d < dim) return load<float, 4>(row + d);
-    return {};
-  }
-};
-
 // Sums of products by how far their bytes lie from the lowest, of 16 vectors and 8 rows.
 struct ByteSums {
   int of[kVectorBytes + 1][4] = {};
 
-  __device__ void add(const NumbersRoom& room, int first, int step, const RowBytes& rows) {
-    const int lane = threadIdx.x % 32;
-    const int row = first + lane % 16, column = kStep * step + lane / 16 * 16;
-    uint32_t high[4], middle[4], low[4];
-    const auto bring = [&](uint32_t (&to)[4], int b) {
-      load_matrices(to, shared_address(room.bytes + (b * kPackTokens + row) * room.byte_pitch +
-                                       column));
-    };
-    bring(high, 0), bring(middle, 1), bring(low, 2);
-    const uint32_t rows_high[2] = {rows.high[2 * step], rows.high[2 * step + 1]};
-    const uint32_t rows_low[2] = {rows.low[2 * step], rows.low[2 * step + 1]};
-    multiply_bytes<true, true>(of[3], high, rows_high[0], rows_high[1]);
-    multiply_bytes<true, false>(of[2], high, rows_low[0], rows_low[1]);
-    multiply_bytes<false, true>(of[2], middle, rows_high[0], rows_high[1]);
-    multiply_bytes<false, false>(of[1], middle, rows_low[0], rows_low[1]);
-    multiply_bytes<false, true>(of[1], low, rows_high[0], rows_high[1]);
-    multiply_bytes<false, false>(of[0], low, rows_low[0], rows_low[1]);
+  template <int kSteps>
+  __device__ void add(const uint32_t (&vectors)[kVectorBytes][4], const RowBytes<kSteps>& rows,
+                      int step) {
+    const uint32_t high[2] = {rows.high[2 * step], rows.high[2 * step + 1]};
+    const uint32_t low[2] = {rows.low[2 * step], rows.low[2 * step + 1]};
+    multiply_bytes<true, true>(of[3], vectors[0], high[0], high[1]);
+    multiply_bytes<true, false>(of[2], vectors[0], low[0], low[1]);
+    multiply_bytes<false, false>(of[1], vectors[1], low[0], low[1]);
+    multiply_bytes<false, false>(of[0], vectors[2], low[0], low[1]);
+    multiply_bytes<false, true>(of[2], vectors[1], high[0], high[1]);
+    multiply_bytes<false, true>(of[1], vectors[2], high[0], high[1]);
   }
 
   __device__ float sum(int e) const {
@@ -200,49 +237,105 @@ struct ByteSums {
   }
 };
 
-// Numbers of a tile's vectors along so many rows of a basis [channels, D]; by all threads.
-template <typename C>
-__device__ void basis_numbers(const PackPagesParams& p, const Tile& tile, const NumbersRoom& room,
-                              const float* mean, const float* rows, int channels) {
-  const int dim = p.head_dim, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  round_vectors<C>(p, tile, room, mean);
-  __syncthreads();
+// Products of a tile's vectors with a warp's rows, of which the first is row `first`.
+template <typename C, int kSteps>
+__device__ void multiply_tile(const NumbersRoom<C, kSteps>& room, int tokens, int first,
+                              const RowBytes<kSteps> (&rows)[kProducts]) {
+  const int lane = threadIdx.x % 32, steps = (room.byte_pitch - kGap) / kStep;
 #pragma unroll 1
-  for (int first = 8 * warp; first < channels; first += 8 * (kThreads / 32)) {
-    const int row = first + lane / 4;
-    const RowBytes bytes(row < channels ? rows + row * dim : nullptr, dim, room.steps);
-    float powers[2];
+  for (int token = 0; token < tokens; token += 16) {
+    ByteSums sums[kProducts];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      powers[i] = __shfl_sync(~0u, bytes.power, 4 * (lane % 4 * 2 + i));
-    }
-#pragma unroll 1
-    for (int token = 0; token < tile.tokens; token += 16) {
-      ByteSums sums;
+    for (int step = 0; step < kSteps; ++step) {
+      if (step >= steps) break;
+      const int at = (token + lane % 16) * room.byte_pitch + kStep * step + lane / 16 * 16;
+      uint32_t vectors[kVectorBytes][4];
 #pragma unroll
-      for (int step = 0; step < kMaxSteps; ++step) {
-        if (step < room.steps) sums.add(room, token, step, bytes);
+      for (int b = 0; b < kVectorBytes; ++b) {
+        load_matrices(vectors[b],
+                      shared_address(room.bytes + b * kPackTokens * room.byte_pitch + at));
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int of = token + 8 * half + lane / 4;
+      for (int r = 0; r < kProducts; ++r) sums[r].add(vectors, rows[r], step);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of = token + 8 * half + lane / 4;
+      const float power = room.powers[of];
+#pragma unroll
+      for (int r = 0; r < kProducts; ++r) {
+        const int row = first + kRows * kPackWarps * r + lane % 4 * 2;
         float number[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          number[i] = __fmul_rn(__fmul_rn(sums.sum(2 * half + i), powers[i]), room.powers[of]);
+          const float sum = sums[r].sum(2 * half + i);
+          number[i] = __fmul_rn(__fmul_rn(sum, rows[r].powers[i]), power);
         }
-        *reinterpret_cast<float2*>(room.numbers + of * room.pitch + first + lane % 4 * 2) =
-            make_float2(number[0], number[1]);
+        if (row + 1 < room.pitch) {
+          *reinterpret_cast<float2*>(room.numbers + of * room.pitch + row) =
+              make_float2(number[0], number[1]);
+        }
       }
     }
   }
-  __syncthreads();
 }
 
-// Whether a vector and its numbers are finite: by a warp, to all lanes.
-__device__ __forceinline__ bool is_finite(const NumbersRoom& room, int token, int channels) {
-  bool finite = isfinite(room.powers[token]);
-  const float* numbers = room.numbers + token * room.pitch;
-  for (int c = threadIdx.x % 32; c < channels; c += 32) finite = finite && isfinite(numbers[c]);
-  return __all_sync(~0u, finite);
+// What numbers are along: the mean [D] and rows [count, D] of one side of a page's basis.
+struct Rows {
+  const float *mean, *rows;
+  int count;
+};
+
+// Packs a block's part of a launch: one side of a page of every gridDim.y-th row. `Format` has the
+// elements C, kSteps, and the functions
+//   bool enter(number, Rows&): of a basis, by all threads; false: its pages are not packed
+//   void put(tile, room): writes what the numbers of a tile's tokens are packed as
+template <typename Format>
+__device__ void pack_tiles(const PackPagesParams& p, Format format, unsigned char* shared) {
+  constexpr int kSteps = Format::kSteps;
+  constexpr bool kHeld = kRows * kPackWarps * kProducts >= kStep * kSteps;
+  const int dim = p.head_dim, first = kRows * (threadIdx.x / 32);
+  const NumbersRoom<typename Format::Element, kSteps> room(shared, dim);
+  const int tiles = (p.page_tokens + kPackTokens - 1) / kPackTokens;
+  int row = blockIdx.y, nth = 0;  // of the next tile
+  const auto next_tile = [&] {
+    const Tile tile = tile_of<kPackTokens>(p, row, blockIdx.x / 2, blockIdx.x % 2, nth);
+    if (++nth == tiles) nth = 0, row += gridDim.y;
+    fetch_vectors(p, tile, room);
+    return tile;
+  };
+  Tile next = next_tile();
+  RowBytes<kSteps> bytes[kProducts];
+  Rows rows = {};
+  int entered = -1;
+  bool sound = false;
+#pragma unroll 1
+  for (bool more = true; more;) {
+    const Tile tile = next;
+    const bool there = tile.job.packed >= 0;
+    if (there && tile.number != entered) {
+      entered = tile.number;
+      sound = format.enter(entered, rows);
+      for (int d = threadIdx.x; d < dim; d += kThreads) room.mean[d] = rows.mean[d];
+      if constexpr (kHeld) take_rows(bytes, rows.rows, first, rows.count, dim);
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    round_vectors(room, dim);
+    __syncthreads();
+    more = row < static_cast<int>(p.rows);
+    if (more) next = next_tile();
+    if (!there || !sound) continue;
+    if constexpr (kHeld) {
+      if (first < rows.count) multiply_tile(room, tile.tokens, first, bytes);
+    } else {
+#pragma unroll 1
+      for (int at = first; at < rows.count; at += kRows * kPackWarps * kProducts) {
+        take_rows(bytes, rows.rows, at, rows.count, dim);
+        multiply_tile(room, tile.tokens, at, bytes);
+      }
+    }
+    __syncthreads();
+    format.put(tile, room);
+  }
 }

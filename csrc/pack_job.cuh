@@ -11,16 +11,15 @@ struct Job {
   int64_t packed;  // byte at which its packed page begins; −1 for a row that is skipped
 };
 
-// Pages are counted through all rows.
-__device__ __forceinline__ Job job_of(const PackPagesParams& p, int number) {
-  const int row = number / p.pages, page = number % p.pages;
+__device__ __forceinline__ Job job_of(const PackPagesParams& p, int row, int page) {
   const int32_t* of = p.packs + int64_t{row} * p.width;
   const int64_t block = of[0];
   const int tokens = of[1];
   bool sound = block > 0 && block + p.pages <= p.packed_pages && tokens > 0 &&
                tokens <= static_cast<int>(p.page_tokens);
+  const int32_t* blocks = of + 2;
   for (int first = 0; sound && first < tokens; first += p.source_tokens) {
-    const int64_t source = of[2 + first / p.source_tokens];
+    const int64_t source = *blocks++;
     sound = source > 0 && source + p.pages <= p.cache_pages;
   }
   return {of + 2, block, tokens, page, sound ? (block + page) * p.page_bytes : -1};

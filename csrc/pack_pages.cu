@@ -242,7 +242,8 @@ __device__ __forceinline__ void find_tokens(const PackPagesParams& p, const Job&
 template <int kBits, typename C, typename S>
 __device__ void pack_page(const PackPagesParams& p) {
   __shared__ Side side;
-  const Job job = job_of(p, blockIdx.x / 2);
+  const int number = blockIdx.x / 2;
+  const Job job = job_of(p, number / p.pages, number % p.pages);
   if (job.packed < 0) return;
   find_tokens(p, job, side);
   unsigned char* page = static_cast<unsigned char*>(p.packed) + job.packed;
@@ -343,7 +344,8 @@ __device__ void unpack_values(const PackPagesParams& p, const Job& job, Side& si
 template <int kBits, typename C, typename S>
 __device__ void unpack_page(const PackPagesParams& p) {
   __shared__ Side side;
-  const Job job = job_of(p, blockIdx.x / 2);
+  const int number = blockIdx.x / 2;
+  const Job job = job_of(p, number / p.pages, number % p.pages);
   if (job.packed < 0) return;
   find_tokens(p, job, side);
   const unsigned char* page = static_cast<const unsigned char*>(p.packed) + job.packed;

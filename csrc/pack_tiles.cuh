@@ -22,22 +22,32 @@ struct Tile {
   int room;          // tokens that the page has places for in this tile
 };
 
-// Tiles of so many tokens.
+// A tile of so many tokens, of one side of a row's page.
 template <int kOfTile>
-__device__ __forceinline__ Tile tile_of(const PackPagesParams& p) {
-  const int tiles = (p.page_tokens + kOfTile - 1) / kOfTile;
-  const int tile = blockIdx.x % tiles;
+__device__ __forceinline__ Tile tile_of(const PackPagesParams& p, int row, int page, int side,
+                                        int tile) {
   Tile of;
-  of.job = job_of(p, blockIdx.x / (2 * tiles));
-  of.side = blockIdx.x / tiles % 2;
+  of.job = job_of(p, row, page);
+  of.side = side;
   of.first = tile * kOfTile;
   of.tokens = min(max(of.job.tokens - of.first, 0), kOfTile);
   of.room = min(static_cast<int>(p.page_tokens) - of.first, kOfTile);
-  if (of.job.packed < 0) return of;
+  of.number = -1;
+  if (of.job.packed < 0) {
+    of.tokens = 0;
+    return of;
+  }
   // All pages of a block need a basis: otherwise none of them is packed.
   of.number = basis_number(p.bases, of.job.block, p.pages - 1);
-  if (of.number < 0) of.job.packed = -1;
+  if (of.number < 0) of.job.packed = -1, of.tokens = 0;
   return of;
+}
+
+// What a thread block unpacks.
+__device__ __forceinline__ Tile unpacked_tile(const PackPagesParams& p) {
+  const int tiles = (p.page_tokens + kTokens - 1) / kTokens, number = blockIdx.x / tiles;
+  const int page = number / 2;
+  return tile_of<kTokens>(p, page / p.pages, page % p.pages, number % 2, blockIdx.x % tiles);
 }
 
 // Element 0 of a token's vector in the exact page.

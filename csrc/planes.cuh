@@ -67,6 +67,45 @@ __device__ __forceinline__ bool have_room(const BasesParams& of, const PlaneWidt
          keys.bytes() + values.bytes() <= static_cast<int>(of.token_bytes);
 }
 
+// Where the codes of four neighbouring channels of a vector lie, which have as many bits.
+struct FourChannels {
+  int bits;        // of each; 0: they have no codes
+  int start, row;  // of token 0, and bytes from a token to the next
+
+  // Of planes that begin there.
+  __device__ __forceinline__ FourChannels(const PlaneWidths& of, const int (&starts)[kPlanes],
+                                          int channel)
+      : bits(0), start(0), row(0) {
+    int first = 0;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      if (channel >= first && channel < first + of.of[plane]) {
+        bits = plane_bits(plane);
+        start = starts[plane] + (channel - first) * bits / 8;
+        row = of.row(plane);
+      }
+      first += of.of[plane];
+    }
+  }
+
+  template <typename Byte>
+  __device__ __forceinline__ Byte* at(Byte* page, int token) const {
+    return page + start + token * row;
+  }
+
+  // These codes at their first byte.
+  __device__ __forceinline__ uint32_t load(const unsigned char* from) const {
+    if (bits == 8) return *reinterpret_cast<const uint32_t*>(from);
+    if (bits == 4) return *reinterpret_cast<const uint16_t*>(from);
+    return bits == 2 ? *from : 0;
+  }
+  __device__ __forceinline__ void store(unsigned char* to, uint32_t codes) const {
+    if (bits == 8) *reinterpret_cast<uint32_t*>(to) = codes;
+    if (bits == 4) *reinterpret_cast<uint16_t*>(to) = codes;
+    if (bits == 2) *to = codes;
+  }
+};
+
 // Where the codes of keys, or of values, begin in a page, plane by plane, and their first byte of
 // flags.
 struct PlanePlaces {

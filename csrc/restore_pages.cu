@@ -35,6 +35,7 @@ constexpr int kHalf = kMaxDim / 2;   // numbers of a vector that a warp has
 constexpr int kTokenBytes = kMaxDim / 8 + 2 * kMaxDim;  // a packed vector has at most
 constexpr int kWord = 16;            // bytes that come and go at once
 using Bf16 = __nv_bfloat16;
+static_assert(kThreads == 4 * kTokens, "four threads write a vector");
 
 // In shared memory.
 struct Room {
@@ -60,6 +61,12 @@ __device__ __forceinline__ void fetch(unsigned char* to, const unsigned char* fr
 }
 
 __device__ __forceinline__ int padded(int channels) { return (channels + 15) / 16 * 16; }
+
+// Four neighbouring codes of a vector, which bf16 has as they are.
+__device__ __forceinline__ void put_codes(Bf16* to, const float (&codes)[4]) {
+  *reinterpret_cast<uint2*>(to) =
+      make_uint2(pack<Bf16>(codes[0], codes[1]), pack<Bf16>(codes[2], codes[3]));
+}
 
 // Top-r pages, whose scales are S.
 template <typename S>
@@ -93,7 +100,11 @@ class TopR {
     const S* scales = reinterpret_cast<const S*>(numbers + kTokens * at.row);
 #pragma unroll 2
     for (int token = warp; token < tile.tokens; token += kWarps) {
-      spread_vector(room.packed + token * at.bitmap, numbers + token * at.row, room.codes[token]);
+      const auto put = [&](int channel, const float (&four)[4], uint32_t) {
+        put_codes(&room.codes[token][channel], four);
+      };
+      spread_numbers(of, room.packed + token * at.bitmap, numbers + token * at.row,
+                     padded(of.channels), put);
       if (lane == 0) room.scales[token] = at.scale == 0 ? 1.0f : Scales<S>::widen(scales[token]);
     }
   }
@@ -104,38 +115,6 @@ class TopR {
   const TopRParams& of;
   const TopRPlaces at;
   const int side;
-
-  // By a warp.
-  __device__ void spread_vector(const unsigned char* bitmap, const unsigned char* numbers,
-                                Bf16* to) const {
-    const int lane = threadIdx.x % 32, size = of.group, end = padded(of.channels);
-    const int groups = of.channels / of.group, most = of.kept / of.group;
-    int before = 0;
-    for (int first = 0; first < groups; first += 32) {
-      const int group = first + lane;
-      const bool marked = group < groups && (bitmap[group / 8] >> (group % 8) & 1) != 0;
-      const uint32_t word = __ballot_sync(~0u, marked);
-      const int nth = before + __popc(word & ((1u << lane) - 1));
-      for (int i = 0; i < size && group < groups; ++i) {
-        to[group * size + i] = marked && nth < most ? code_at(numbers, nth * size + i)
-                                                    : __float2bfloat16_rn(0.0f);
-      }
-      before += __popc(word);
-    }
-    for (int c = of.channels + lane; c < end; c += 32) to[c] = __float2bfloat16_rn(0.0f);
-  }
-
-  // Kept number i of a vector, in units of its scale.
-  __device__ Bf16 code_at(const unsigned char* row, int i) const {
-    if (of.bits == 16) return reinterpret_cast<const Bf16*>(row)[i];
-    if (of.bits == 8) {
-      Fp8 x;
-      x.__x = row[i];
-      return __float2bfloat16_rn(static_cast<float>(x));
-    }
-    const uint32_t code = row[i / 2] >> (4 * (i % 2)) & largest_code(4);
-    return __float2bfloat16_rn(static_cast<float>(code) - kCodeMiddle);
-  }
 };
 
 class Planes {
@@ -174,25 +153,21 @@ class Planes {
 
   // The codes of a tile's tokens, around 0.
   __device__ void spread(const Tile& tile, Room& room) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, end = padded(channels());
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = 4 * lane;
+    const int of_eight = kFlagBytes, of_four = of_eight + kTokens * own.row(0);
+    const FourChannels four(own, {of_eight, of_four, of_four + kTokens * own.row(1)}, channel);
+    const int largest = largest_code(four.bits);
+    const float middle = 0.5f * static_cast<float>(largest);
 #pragma unroll 2
     for (int token = warp; token < tile.tokens; token += kWarps) {
       const int row = tile.first + token;
-      const unsigned char* codes = room.packed + kFlagBytes;
-      int first = 0;
+      const uint32_t codes = four.load(four.at(room.packed, token));
+      float steps[4];
 #pragma unroll
-      for (int plane = 0; plane < kPlanes; ++plane) {
-        const int bits = plane_bits(plane), per = 8 / bits;
-        const unsigned char* from = codes + token * own.row(plane);
-        for (int i = lane; i < own.of[plane]; i += 32) {
-          const int code = from[i / per] >> (bits * (i % per)) & largest_code(bits);
-          const float middle = 0.5f * static_cast<float>(largest_code(bits));
-          room.codes[token][first + i] = __float2bfloat16_rn(static_cast<float>(code) - middle);
-        }
-        first += own.of[plane];
-        codes += kTokens * own.row(plane);
+      for (int e = 0; e < 4; ++e) {
+        steps[e] = static_cast<float>(codes >> (four.bits * e) & largest) - middle;
       }
-      for (int c = first + lane; c < end; c += 32) room.codes[token][c] = __float2bfloat16_rn(0.0f);
+      if (channel < padded(channels())) put_codes(&room.codes[token][channel], steps);
       if (lane == 0) {
         const bool nan = (room.packed[places.flags + row / 8] >> (row % 8) & 1) != 0;
         room.scales[token] = nan ? NAN : 1.0f;
@@ -267,15 +242,15 @@ __device__ void stage(int dim, Room& room, const float (&sums)[kHalf / 8][4]) {
   }
 }
 
-// Writes a tile's vectors of 16-bit numbers.
+// Writes a tile's vectors of 16-bit numbers, each by four threads.
 __device__ void write(const PackPagesParams& p, const Job& job, const Tile& tile, int side,
                       const Room& room) {
-  const int dim = p.head_dim, words = dim / 8;
-  Bf16* cache = static_cast<Bf16*>(p.cache) + side * int64_t{p.source_tokens} * dim;
-  for (int i = threadIdx.x; i < tile.tokens * words; i += kThreads) {
-    const int token = i / words, d = i % words * 8;
-    *reinterpret_cast<uint4*>(cache + element_of(p, job, tile.first + token) + d) =
-        *reinterpret_cast<const uint4*>(&room.codes[token][d]);
+  const int dim = p.head_dim, token = threadIdx.x / 4;
+  if (token >= tile.tokens) return;
+  Bf16* to = static_cast<Bf16*>(p.cache) + side * int64_t{p.source_tokens} * dim +
+             element_of(p, job, tile.first + token);
+  for (int d = threadIdx.x % 4 * 8; d < dim; d += 32) {
+    *reinterpret_cast<uint4*>(to + d) = *reinterpret_cast<const uint4*>(&room.codes[token][d]);
   }
 }
 
@@ -289,7 +264,7 @@ struct Place {
 // The first tile from a row on; its row is none of the table's where there is no other.
 __device__ Place tile_from(const PackPagesParams& p, int row, int page) {
   for (; row < static_cast<int>(p.rows); row += gridDim.y) {
-    const Job job = job_of(p, row * p.pages + page);
+    const Job job = job_of(p, row, page);
     // All pages of a block need a basis: otherwise none of them is packed.
     const int basis = job.packed < 0 ? -1 : basis_number(p.bases, job.block, p.pages - 1);
     const auto* bytes = static_cast<const unsigned char*>(p.packed) + job.packed;

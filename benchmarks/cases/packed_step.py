@@ -81,7 +81,7 @@ def prefilled(load: Load, device: str) -> list[Row]:
     model, rows = random_model(load.model, device, layers=load.layers), []
     tokens = np.random.default_rng(load.tokens).integers(0, 4096, load.tokens).tolist()
     # As much room as a device has beside such a model: chunks are as long as that says.
-    room = 4 * load.tokens
+    room = 8 * load.tokens
     for kv_dtype in (None, *FORMATS):
         runner = Runner(model, max_tokens=room, kv_dtype=kv_dtype, check=False, progress=False)
         with closing(runner):

@@ -12,9 +12,11 @@ use crate::params::PackPagesParams;
 
 /// `kThreads` of the kernels of INT4 and INT8 pages.
 const THREADS: u32 = 256;
-/// Of the kernels that pack in a basis: `kPackTokens`, `kVectorBytes`, `kStep` and `kByteGap` of
-/// `basis_numbers.cuh`, and eight channels that a product has.
-const PACKED: Packed = Packed { tokens: 64, vector_bytes: 3, step: 32, byte_gap: 16, channels: 8 };
+/// Of the kernels that pack in a basis: `kPackTokens`, `kVectorBytes`, `kStep` and `kGap` of
+/// `basis_numbers.cuh`.
+const PACKED: Packed = Packed { tokens: 64, vector_bytes: 3, step: 32, gap: 16 };
+/// The largest head size whose rows these have in registers; others have kernels of their own.
+const HELD_HEAD_DIM: usize = 128;
 /// Of those that unpack: `kThreads`, `kTokens`, `kTokenPitch`, `kDepth`, `kWidePitch` of
 /// `pack_tiles.cuh`.
 const UNPACKED: Tile =
@@ -23,9 +25,9 @@ const UNPACKED: Tile =
 /// and a page's tokens are a multiple of.
 const RESTORED: Restored =
     Restored { dim: 128, pitch: 136, tokens: 64, token_bytes: 272, rows: 16 };
-/// Thread blocks that a launch of it has at most, or about as many as a row's pages have sides: two
-/// for each of 128 multiprocessors, as each brings directions near.
-const RESTORING_BLOCKS: usize = 256;
+/// Thread blocks that a launch of it, or of one that packs in a basis, has at most, or about as many
+/// as a row's pages have sides: two for each of 128 multiprocessors, as each brings directions near.
+const BLOCKS_WITH_ROWS: usize = 256;
 /// Of a page, each of which has thread blocks of its own: keys and values.
 const SIDES: usize = 2;
 /// `kMaxDim` of the kernels.
@@ -38,16 +40,18 @@ struct Packed {
     tokens: usize,
     vector_bytes: usize,
     step: usize,
-    byte_gap: usize,
-    channels: usize,
+    gap: usize,
 }
 
 impl Packed {
-    /// Bytes of vectors' integers, numbers along so many channels, and a power of each vector.
-    fn shared_bytes(&self, dim: usize, channels: usize) -> usize {
-        let integers = self.vector_bytes * (dim.next_multiple_of(self.step) + self.byte_gap);
-        let floats = channels.next_multiple_of(self.channels) + 4 + 1;
-        self.tokens * (integers + size_of::<f32>() * floats)
+    /// Bytes of a tile's vectors of so large elements, their integers, numbers and powers, and of
+    /// their mean.
+    fn shared_bytes(&self, dim: usize, element: usize) -> usize {
+        let most = if dim > HELD_HEAD_DIM { MAX_HEAD_DIM } else { HELD_HEAD_DIM };
+        let padded = dim.next_multiple_of(self.step);
+        let integers = self.vector_bytes * (padded + self.gap);
+        let floats = size_of::<f32>() * (padded + 4 + 1);
+        self.tokens * (dim * element + self.gap + integers + floats) + size_of::<f32>() * most
     }
 }
 
@@ -163,21 +167,24 @@ impl CudaBackend {
             PackDirection::Spread => "spread",
         };
         let (dtype, scales) = (name_of(call.dtype), call.format.scales().name());
-        let (source, kernel, grid) = match call.format.kind() {
-            PackedKind::TopR(_) => {
-                ("pack_top_r", format!("top_r_{dtype}_{scales}"), tiled_grid(call, jobs)?)
-            }
+        let packs = call.direction == PackDirection::Pack;
+        let wide = if packs && call.format.head_dim() > HELD_HEAD_DIM { "_wide" } else { "" };
+        let (source, kernel) = match call.format.kind() {
+            PackedKind::TopR(_) => ("pack_top_r", format!("top_r_{dtype}_{scales}{wide}")),
             // What planes stand for needs no scales.
-            PackedKind::Planes(_) => {
-                ("pack_planes", format!("planes_{dtype}"), tiled_grid(call, jobs)?)
-            }
-            kind => {
-                let name = format!("pages_{}_{dtype}_{scales}", kind.name());
-                ("pack_pages", name, grid(jobs.saturating_mul(SIDES), THREADS, 0)?)
-            }
+            PackedKind::Planes(_) => ("pack_planes", format!("planes_{dtype}{wide}")),
+            kind => ("pack_pages", format!("pages_{}_{dtype}_{scales}", kind.name())),
         };
-        let (source, grid) =
-            if restores { ("restore_pages", restoring_grid(call)?) } else { (source, grid) };
+        let source = if restores { "restore_pages" } else { source };
+        let grid = match call.format.basis_rows() {
+            None => grid(jobs.saturating_mul(SIDES), THREADS, 0)?,
+            Some(_) if restores => grid_with_rows(call, RESTORED.shared_bytes())?,
+            Some(_) if packs => {
+                let element = call.dtype.bytes() as usize;
+                grid_with_rows(call, PACKED.shared_bytes(call.format.head_dim(), element))?
+            }
+            Some(_) => tiled_grid(call, jobs)?,
+        };
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { self.launch((source, &format!("{way}_{kernel}")), grid, call.stream, &params) }
     }
@@ -196,24 +203,19 @@ fn grid(blocks: usize, threads: u32, shared_bytes: usize) -> Result<Grid, CudaEr
 fn tiled_grid(call: &PackPagesLaunch, jobs: usize) -> Result<Grid, CudaError> {
     let dim = call.format.head_dim();
     let channels = call.format.top_r().map_or(dim, |page| page.of().channels);
-    let (tokens, shared_bytes) = match call.direction {
-        PackDirection::Pack => (PACKED.tokens, PACKED.shared_bytes(dim, channels)),
-        PackDirection::Unpack | PackDirection::Restore | PackDirection::Spread => {
-            (UNPACKED.tokens, UNPACKED.shared_bytes(channels, dim))
-        }
-    };
-    let tiles = call.format.page_tokens().div_ceil(tokens);
+    let tiles = call.format.page_tokens().div_ceil(UNPACKED.tokens);
+    let shared_bytes = UNPACKED.shared_bytes(channels, dim);
     grid(jobs.saturating_mul(SIDES * tiles), UNPACKED.threads, shared_bytes)
 }
 
 /// Thread blocks for each side of a row's pages, of which each takes some of the rows.
-fn restoring_grid(call: &PackPagesLaunch) -> Result<Grid, CudaError> {
+fn grid_with_rows(call: &PackPagesLaunch, shared_bytes: usize) -> Result<Grid, CudaError> {
     let sides = call.pages.saturating_mul(SIDES);
-    let chunks = (RESTORING_BLOCKS / sides).clamp(1, call.rows);
+    let chunks = (BLOCKS_WITH_ROWS / sides).clamp(1, call.rows);
     Ok(Grid {
-        blocks: [blocks_of("pages to unpack", sides)?, narrow("packs", chunks)?, 1],
+        blocks: [blocks_of("sides of pages", sides)?, narrow("packs", chunks)?, 1],
         threads: THREADS,
-        shared_bytes: narrow("head_dim", RESTORED.shared_bytes())?,
+        shared_bytes: narrow("head_dim", shared_bytes)?,
     })
 }
 
@@ -282,10 +284,9 @@ mod tests {
             ("kPackTokens", PACKED.tokens),
             ("kVectorBytes", PACKED.vector_bytes),
             ("kStep", PACKED.step),
-            ("kByteGap", PACKED.byte_gap),
+            ("kGap", PACKED.gap),
             ("kVectorBits", VECTOR_BITS as usize),
             ("kRowBits", ROW_BITS as usize),
-            ("kMaxSteps", MAX_HEAD_DIM / PACKED.step),
         ] {
             assert!(source.contains(&format!("constexpr int {name} = {number};")), "{name}");
         }

@@ -47,7 +47,7 @@ RECENT_TOKENS = 128
 """The newest tokens, the row's own among them, that a decode step reads exactly: two pages of them,
 so that a page has long been full when the first of its tokens is read packed."""
 
-CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2048, 8192
+CHUNK_TOKENS, MOST_CHUNK_TOKENS = 2048, 16_384
 """Rows of a prompt that are computed at once where the caller names no number, at least and at
 most: exact pages hold so many before they are packed."""
 
