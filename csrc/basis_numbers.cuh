@@ -32,7 +32,7 @@ static_assert(kThreads == 4 * kPackTokens, "four threads round a vector");
 template <typename C, int kSteps>
 struct NumbersRoom {
   unsigned char* exact;  // [kPackTokens, exact_pitch]: vectors of elements C
-  unsigned char* bytes;  // [kVectorBytes, kPackTokens, byte_pitch]: integers, the highest byte first
+  unsigned char* bytes;  // [kVectorBytes, kPackTokens, byte_pitch]: integers, from the highest byte
   float* mean;           // [kSteps * kStep]
   float* powers;         // [kPackTokens]; NaN of vectors that are not finite
   float* numbers;        // [kPackTokens, pitch]

@@ -53,8 +53,8 @@ __device__ __forceinline__ unsigned char* page_of(const PackPagesParams& p, cons
   return static_cast<unsigned char*>(p.packed) + tile.job.packed;
 }
 
-// The numbers of a vector of a tile as a warp has them: of channels 128 · q + 4 · lane and the three
-// behind it; 0 behind the last channel.
+// The numbers of a vector of a tile as a warp has them: of channels 128 · q + 4 · lane and three
+// more; 0 behind the last channel.
 template <int kQuads>
 struct VectorNumbers {
   float of[kQuads][4];
@@ -189,24 +189,24 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
 
 // Names as rust/cuda/src/pack_pages.rs builds them: by the cache's elements; and of heads of more
 // than 128 channels.
-#define PACK(NAME, C, STEPS)                                                 \
-  extern "C" __global__ void __launch_bounds__(kThreads, STEPS > 4 ? 1 : 2)                     \
-      pack_planes_##NAME(const __grid_constant__ PackPagesParams params) {   \
-    extern __shared__ __align__(16) unsigned char shared[];                  \
-    pack_tiles(params, Planes<C, STEPS>{params, {}}, shared);             \
+#define PACK(NAME, C, STEPS)                                                             \
+  extern "C" __global__ void __launch_bounds__(kThreads, STEPS > 4 ? 1 : 2)              \
+      pack_planes_##NAME(const __grid_constant__ PackPagesParams params) {               \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    pack_tiles(params, Planes<C, STEPS>{params, {}}, shared);                            \
   }
-#define KERNELS(NAME, C)                                                     \
-  PACK(NAME, C, 4)                                                           \
-  PACK(NAME##_wide, C, 8)                                                    \
-  extern "C" __global__ void __launch_bounds__(kThreads)                     \
-      unpack_planes_##NAME(const __grid_constant__ PackPagesParams params) { \
-    extern __shared__ __align__(16) unsigned char shared[];                  \
-    unpack_tile<C, true>(params, reinterpret_cast<float*>(shared));          \
-  }                                                                          \
-  extern "C" __global__ void __launch_bounds__(kThreads)                     \
-      spread_planes_##NAME(const __grid_constant__ PackPagesParams params) { \
-    extern __shared__ __align__(16) unsigned char shared[];                  \
-    unpack_tile<C, false>(params, reinterpret_cast<float*>(shared));         \
+#define KERNELS(NAME, C)                                                                 \
+  PACK(NAME, C, 4)                                                                       \
+  PACK(NAME##_wide, C, 8)                                                                \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
+      unpack_planes_##NAME(const __grid_constant__ PackPagesParams params) {             \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    unpack_tile<C, true>(params, reinterpret_cast<float*>(shared));                      \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
+      spread_planes_##NAME(const __grid_constant__ PackPagesParams params) {             \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    unpack_tile<C, false>(params, reinterpret_cast<float*>(shared));                     \
   }
 
 KERNELS(f32, float)

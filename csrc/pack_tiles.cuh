@@ -7,7 +7,7 @@
 #include "pack_job.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kTokens = 32;       // that are unpacked by a thread block; also in rust/cuda/src/pack_pages.rs
+constexpr int kTokens = 32;       // of a block that unpacks; also in rust/cuda/src/pack_pages.rs
 constexpr int kTokenPitch = 36;   // floats between channels of a tile; there too
 constexpr int kDepth = 16;        // products that are in shared memory at once; there too
 constexpr int kWide = 128;        // results side by side
@@ -72,7 +72,8 @@ __device__ __forceinline__ Room room_of(float* shared, int depth, int width) {
 
 // results[token, n] = Σ_k tokens[k, token] · directions[k, n], summed in the order of k. Behind
 // `depth` tokens are 0.
-__device__ __forceinline__ void multiply(const Room& room, const float* directions, int depth, int width) {
+__device__ __forceinline__ void multiply(const Room& room, const float* directions, int depth,
+                                         int width) {
   const int column = threadIdx.x % 32 * 4, token = threadIdx.x / 32 * 4;
   for (int first = 0; first < width; first += kWide) {
     float sums[4][4] = {};

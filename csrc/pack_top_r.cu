@@ -51,8 +51,8 @@ __device__ __forceinline__ uint32_t stored(const TopRParams& of, float x, float 
   return nearest_code(__fadd_rn(steps, kCodeMiddle), largest_code(4));
 }
 
-// Codes of a vector's kept numbers, side by side; their words are written by the four lanes that have
-// the vector, zeros where there is none.
+// Writes the codes of a vector's kept numbers, by the four lanes that have it; zeros where there is
+// none.
 __device__ __forceinline__ void put_codes(const TopRParams& of, const uint16_t* codes, bool there,
                                           unsigned char* to, int bytes) {
   const auto put_all = [&](auto* pieces, int bits) {
@@ -207,28 +207,28 @@ __device__ void unpack_tile(const PackPagesParams& p, float* shared) {
 
 // Names as rust/cuda/src/pack_pages.rs builds them: the cache's elements, then the scales'; and of
 // heads of more than 128 channels.
-#define PACK(NAME, C, S, STEPS)                                                      \
-  extern "C" __global__ void __launch_bounds__(kThreads, STEPS > 4 ? 1 : 2)                             \
-      pack_top_r_##NAME(const __grid_constant__ PackPagesParams params) {            \
-    extern __shared__ __align__(16) unsigned char shared[];                          \
-    pack_tiles(params, TopR<C, S, STEPS>{params}, shared);                           \
+#define PACK(NAME, C, S, STEPS)                                                          \
+  extern "C" __global__ void __launch_bounds__(kThreads, STEPS > 4 ? 1 : 2)              \
+      pack_top_r_##NAME(const __grid_constant__ PackPagesParams params) {                \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    pack_tiles(params, TopR<C, S, STEPS>{params}, shared);                               \
   }
-#define KERNELS(NAME, C, SCALES, S)                                                  \
-  PACK(NAME##_##SCALES, C, S, 4)                                                     \
-  PACK(NAME##_##SCALES##_wide, C, S, 8)                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      unpack_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) { \
-    extern __shared__ __align__(16) unsigned char shared[];                          \
-    unpack_tile<C, S, true>(params, reinterpret_cast<float*>(shared));               \
-  }                                                                                  \
-  extern "C" __global__ void __launch_bounds__(kThreads)                             \
-      spread_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) { \
-    extern __shared__ __align__(16) unsigned char shared[];                          \
-    unpack_tile<C, S, false>(params, reinterpret_cast<float*>(shared));              \
+#define KERNELS(NAME, C, SCALES, S)                                                      \
+  PACK(NAME##_##SCALES, C, S, 4)                                                         \
+  PACK(NAME##_##SCALES##_wide, C, S, 8)                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
+      unpack_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) {   \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    unpack_tile<C, S, true>(params, reinterpret_cast<float*>(shared));                   \
+  }                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads)                                 \
+      spread_top_r_##NAME##_##SCALES(const __grid_constant__ PackPagesParams params) {   \
+    extern __shared__ __align__(16) unsigned char shared[];                              \
+    unpack_tile<C, S, false>(params, reinterpret_cast<float*>(shared));                  \
   }
-#define EVERY(SCALES, S)                  \
-  KERNELS(f32, float, SCALES, S)          \
-  KERNELS(bf16, __nv_bfloat16, SCALES, S) \
+#define EVERY(SCALES, S)                                                                 \
+  KERNELS(f32, float, SCALES, S)                                                         \
+  KERNELS(bf16, __nv_bfloat16, SCALES, S)                                                \
   KERNELS(f16, __half, SCALES, S)
 
 EVERY(bf16, __nv_bfloat16)

@@ -64,8 +64,8 @@ __device__ __forceinline__ float kept_number(int bits, const unsigned char* numb
 }
 
 // Calls put(channel, numbers, kept) with a vector's numbers along four channels, in units of its
-// scale and 0 where bit i does not say that number i is kept: by a warp, of all channels below `end`,
-// in each lane of every 32nd four.
+// scale and 0 where bit i does not say that number i is kept: by a warp, of all channels below
+// `end`, in each lane of every 32nd four.
 template <int kGroup, typename Put>
 __device__ __forceinline__ void spread_groups(const TopRParams& of, const unsigned char* bitmap,
                                               const unsigned char* numbers, int end, Put put) {

@@ -31,8 +31,9 @@ kinds = st.sampled_from([FULL, WINDOW, {"kind": "window", "sink": 0, "recent": 2
 @st.composite
 def layouts(draw) -> PageLayout:
     layers, heads = draw(st.integers(1, 6)), draw(st.integers(1, 4))
-    classes = [[draw(kinds) for _ in range(heads)] for _ in range(layers)]
-    return layout_of(classes, P)
+    ranks = draw(st.integers(1, 3))
+    classes = [[draw(kinds) for _ in range(ranks * heads)] for _ in range(layers)]
+    return layout_of(classes, P, ranks)
 
 
 def test_a_full_model_has_one_block_a_page() -> None:
@@ -50,14 +51,24 @@ def test_an_eighth_of_global_heads_is_charged_an_eighth() -> None:
 
 @given(layouts())
 def test_every_head_has_a_page_of_its_own(layout: PageLayout) -> None:
-    rows = [tuple(row) for layer in range(layout.layers) for row in layout.head_rows(layer)]
-    places = Counter((table, page) for table, page, _, _ in rows)
-    assert max(places.values()) == 1
-    assert all(0 <= page < layout.block_pages for _, page in places)
-    spans = [layout.spans[number] for layer in layout.of_head for number in layer]
-    for (table, _, window, sink), span in zip(rows, spans, strict=True):
-        assert layout.spans[layout.tables[table]] == span
-        assert (window or None, sink) == span
+    for rank in range(layout.ranks):
+        of_layers = [layout.head_rows(layer, rank) for layer in range(layout.layers)]
+        rows = [tuple(row) for of_layer in of_layers for row in of_layer]
+        places = Counter((table, page) for table, page, _, _ in rows)
+        assert max(places.values()) == 1
+        assert all(0 <= page < layout.block_pages for _, page in places)
+        classes = [layout.heads_of(layer, rank) for layer in range(layout.layers)]
+        spans = [layout.spans[number] for of_layer in classes for number in of_layer]
+        for (table, _, window, sink), span in zip(rows, spans, strict=True):
+            assert layout.spans[layout.tables[table]] == span
+            assert (window or None, sink) == span
+    heads = [[layout.heads_of(n, r) for r in range(layout.ranks)] for n in range(layout.layers)]
+    assert tuple(sum(of_layer, ()) for of_layer in heads) == layout.of_head
+
+
+def test_ranks_that_do_not_share_heads_equally_are_refused() -> None:
+    with pytest.raises(Unsupported, match="a divisor of 4 KV heads beside a head map, got 3"):
+        layout_of([[FULL] * 4], P, 3)
 
 
 @given(layouts(), st.integers(1, 400), st.integers(1, 80))

@@ -25,8 +25,9 @@ const UNPACKED: Tile =
 /// and a page's tokens are a multiple of.
 const RESTORED: Restored =
     Restored { dim: 128, pitch: 136, tokens: 64, token_bytes: 272, rows: 16 };
-/// Thread blocks that a launch of it, or of one that packs in a basis, has at most, or about as many
-/// as a row's pages have sides: two for each of 128 multiprocessors, as each brings directions near.
+/// Thread blocks that a launch of it, or of one that packs in a basis, has at most, or about as
+/// many as a row's pages have sides: two for each of 128 multiprocessors, as each brings directions
+/// near.
 const BLOCKS_WITH_ROWS: usize = 256;
 /// Of a page, each of which has thread blocks of its own: keys and values.
 const SIDES: usize = 2;

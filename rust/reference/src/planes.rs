@@ -4,8 +4,8 @@ use kvweave_core::ops::{CodePlace, PlanesBasis, largest_code, plane_code, plane_
 
 use crate::basis_numbers::basis_numbers;
 
-/// Packs the vector x of a token into a page of zeros. A vector that is not finite, or whose numbers
-/// of steps are not, has a flag and no codes.
+/// Packs the vector x of a token into a page of zeros. A vector that is not finite, or whose
+/// numbers of steps are not, has a flag and no codes.
 pub(crate) fn pack_vector(basis: PlanesBasis<'_>, token: usize, x: &[f32], bytes: &mut [u8]) {
     let place = basis.place;
     let measures = &basis.measures[..place.widths().channels() * x.len()];

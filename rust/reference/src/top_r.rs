@@ -4,8 +4,8 @@ use kvweave_core::ops::{Basis, Side, TopRPage, VectorPlace};
 
 use crate::basis_numbers::basis_numbers;
 
-/// Packs the vector x of a token into a page of zeros. Energies are f64, which holds them exactly; of
-/// groups with the same energy the first are kept.
+/// Packs the vector x of a token into a page of zeros. Energies are f64, which holds them exactly;
+/// of groups with the same energy the first are kept.
 pub(crate) fn pack_vector(
     page: &TopRPage,
     basis: Basis<'_>,

@@ -45,7 +45,7 @@ def test_packed_segments_on_two_ranks_are_those_of_one() -> None:
     reason="virtual pages are not for this version of vLLM",
 )
 def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
-    """Without a map, all tables are the same on both."""
+    """Tables are the same on both, whatever heads of a map they have."""
     one, again, two, found = two_ranks("pages")
     for said in (again, two, found):
         assert said["said"] == one["said"]

@@ -87,14 +87,23 @@ def packed(folder: Path) -> None:
 
 
 def pages(folder: Path) -> None:
-    """Prompts alone and together, twice, so that the second time finds prefixes."""
+    """Prompts, twice, so that the second time finds prefixes, under a map of whose classes the ranks
+    have unlike numbers.
+    """
     from families import tiny
-    from test_virtual_pages import PROMPTS, virtual
-    from vllm_engines import OURS, answers, engine
+    from test_virtual_pages import FULL, PROMPTS, virtual, window, written
+    from vllm_engines import answers, engine
 
-    tiny("llama").save_pretrained(folder / "model")
-    for choice, ranks in ((OURS, {}), (virtual(), RANKS)):
-        with engine(folder / "model", choice, **ranks) as llm:
+    model = tiny("llama")
+    model.save_pretrained(folder / "model")
+    kinds = [FULL, window(16, 40), window(0, 24)]
+    heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+    classes = [
+        [kinds[(3 * layer + head) % 4 % 3] for head in range(heads)] for layer in range(layers)
+    ]
+    under = virtual(heads=written(folder, classes))
+    for ranks in ({}, RANKS):
+        with engine(folder / "model", under, **ranks) as llm:
             for _ in range(2):
                 found = answers(llm, PROMPTS, 12)
                 first = [one.logprobs[0] for one in found]

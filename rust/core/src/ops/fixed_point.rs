@@ -4,8 +4,8 @@
 //! of a product are rounded to integers of a power of two each, and any order of summing their
 //! products gives the same bits: that of a tensor core too, which takes integers byte by byte.
 
-/// What the integers of a vector have below the sign: they hold numbers of bf16 and f16 exactly, but
-/// for those far below the vector's largest.
+/// What the integers of a vector have below the sign: they hold numbers of bf16 and f16 exactly,
+/// but for those far below the vector's largest.
 pub const VECTOR_BITS: u32 = 23;
 /// Those of the rows of a basis, whose numbers are of one size.
 pub const ROW_BITS: u32 = 15;

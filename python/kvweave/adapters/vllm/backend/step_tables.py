@@ -153,14 +153,23 @@ class KeptTables:
         self.entries = self._tables.entries
         self._of: dict[int, ops.StepTables] = {}
 
-    def fill(self, batch: StepBatch) -> ops.StepTables:
-        """The tables of a decode step, in the first rows of those that are kept."""
-        requests = batch.requests
+    def room_of(self, requests: int) -> ops.StepTables:
+        """The first rows of those that are kept, for the tables of a step of so many requests."""
         if requests not in self._of:
-            sizes = (requests, requests, requests * sum(self.columns), requests + 1)
-            parts = zip(self._tables, sizes, strict=True)
-            self._of[requests] = ops.StepTables(*(part[:size] for part, size in parts))
-        return self.layout.fill(self._of[requests], batch, self.columns)
+            positions, slots, rows, ends = self._tables
+            tables = len(self.layout.spans) if self.layout.virtual else 1
+            own = slots.view(-1, 2)[: tables * requests]
+            self._of[requests] = ops.StepTables(
+                positions[:requests],
+                own.view(tables, requests, 2) if self.layout.virtual else own,
+                rows[: requests * sum(self.columns)],
+                ends[: requests * tables + 1],
+            )
+        return self._of[requests]
+
+    def fill(self, batch: StepBatch) -> ops.StepTables:
+        """The tables of a decode step."""
+        return self.layout.fill(self.room_of(batch.requests), batch, self.columns)
 
 
 def first(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,7 +15,12 @@ from vllm.v1.attention.backend import (
 
 from kvweave import ops
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
-from kvweave.adapters.vllm.backend.step_tables import Entries, StepBatch, StepLayout
+from kvweave.adapters.vllm.backend.step_tables import (
+    Entries,
+    KeptTables,
+    StepBatch,
+    StepLayout,
+)
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 
 
@@ -24,7 +29,8 @@ class VirtualMetadata(PagedMetadata):
     """Tables of one step, slots [tables, R, 2]; without numbers until the first layer runs.
 
     The changes of a step reach a worker after its metadata is built, so only then is it known
-    where pages lie.
+    where pages lie. Where a decode step is captured, looking them up is part of what is captured:
+    vLLM's tables and those of places keep their addresses.
     """
 
     layout: StepLayout
@@ -45,8 +51,7 @@ class VirtualMetadata(PagedMetadata):
 class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
     """Makes `VirtualMetadata` of vLLM's own description of a batch."""
 
-    # Looking up belongs to a step, not to what is captured once for many.
-    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = None
 
     def __init__(
@@ -61,6 +66,14 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         spans = [layout.spans[number] for number in layout.tables]
         self.layout = StepLayout(layout.page_tokens, spans, virtual=True)
         self.workspace = ops.Workspace(device)
+        self.kept: KeptTables | None = None
+        if device.type != "cpu":
+            self.kept = KeptTables(
+                self.layout,
+                device,
+                requests=vllm_config.scheduler_config.max_num_seqs,
+                longest=vllm_config.model_config.max_model_len,
+            )
 
     def build(
         self,
@@ -70,8 +83,11 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
     ) -> VirtualMetadata:
         """Room for the tables of a step; nothing on the device is waited for."""
         batch = StepBatch.of(common_attn_metadata)
-        columns = self.layout.columns(batch.longest, batch.most_rows)
-        room = self.layout.room(self.device, batch.requests, batch.rows, columns)
+        if batch.decode and self.kept is not None:
+            columns, room = self.kept.columns, self.kept.room_of(batch.requests)
+        else:
+            columns = self.layout.columns(batch.longest, batch.most_rows)
+            room = self.layout.room(self.device, batch.requests, batch.rows, columns)
         return VirtualMetadata(
             batch.rows,
             batch.decode,

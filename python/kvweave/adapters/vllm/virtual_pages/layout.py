@@ -7,6 +7,7 @@ table a block of a page, and a free block serves any class.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,11 +24,16 @@ TABLE_COST = 0.01
 
 @dataclass(frozen=True)
 class PageLayout:
-    """`of_head` [L, G]: the class of each head, as an index of `spans`; P = `page_tokens`."""
+    """`of_head` [L, G]: the class of each head, as an index of `spans`; P = `page_tokens`.
+
+    Of several `ranks` each has as many neighbouring heads of every layer. All have the tables of
+    the one that needs most of a class: vLLM's scheduler knows one layout.
+    """
 
     page_tokens: int
     spans: tuple[AttentionSpan, ...]
     of_head: tuple[tuple[int, ...], ...]
+    ranks: int = 1
 
     @property
     def layers(self) -> int:
@@ -36,14 +42,21 @@ class PageLayout:
 
     @property
     def kv_heads(self) -> int:
-        """G."""
-        return len(self.of_head[0])
+        """G of a rank."""
+        return len(self.of_head[0]) // self.ranks
+
+    def heads_of(self, layer: int, rank: int) -> tuple[int, ...]:
+        """The classes of a rank's heads of a layer."""
+        return self.of_head[layer][rank * self.kv_heads : (rank + 1) * self.kv_heads]
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
         """Heads of each class, over all layers: arena pages that it needs for a virtual page."""
-        flat = [number for layer in self.of_head for number in layer]
-        return tuple(flat.count(number) for number in range(len(self.spans)))
+        found = [
+            Counter(number for layer in range(self.layers) for number in self.heads_of(layer, rank))
+            for rank in range(self.ranks)
+        ]
+        return tuple(max(of[number] for of in found) for number in range(len(self.spans)))
 
     @cached_property
     def block_pages(self) -> int:
@@ -117,14 +130,12 @@ class PageLayout:
         pages = -(-blocks * self.block_pages // self.layers)
         return max(pages, -(-tokens // self.page_tokens) * self.head_slots)
 
-    def head_rows(self, layer: int) -> npt.NDArray[np.int32]:
-        """What the heads of a layer read and write: i32 [G, 4] of table, page, window, sink."""
-        before = [0] * len(self.spans)
-        for other in self.of_head[:layer]:
-            for number in other:
-                before[number] += 1
+    def head_rows(self, layer: int, rank: int = 0) -> npt.NDArray[np.int32]:
+        """What a rank's heads of a layer read and write: i32 [G, 4], table, page, window, sink."""
+        earlier = (self.heads_of(other, rank) for other in range(layer))
+        before = Counter(number for heads in earlier for number in heads)
         rows = []
-        for number in self.of_head[layer]:
+        for number in self.heads_of(layer, rank):
             part, page = divmod(before[number], self.block_pages)
             before[number] += 1
             window, sink = self.spans[number]
@@ -132,11 +143,17 @@ class PageLayout:
         return np.array(rows, np.int32)
 
 
-def layout_of(classes: list[list[HeadClass]], page_tokens: int) -> PageLayout:
+def layout_of(classes: list[list[HeadClass]], page_tokens: int, ranks: int = 1) -> PageLayout:
     """The layout of a head map: `classes` [L, G] as `heads.class_map.read_classes` has them.
 
-    Errors: `Unsupported` for heads that are neither full nor have a window.
+    Errors: `Unsupported` for heads that are neither full nor have a window, and for ranks that do
+    not share a layer's heads equally.
     """
+    heads = len(classes[0])
+    if heads % ranks:
+        expected = f"a divisor of {heads} KV heads beside a head map"
+        text = f"tensor_parallel_size: expected {expected}, got {ranks}"
+        raise Unsupported(text, expected=expected, got=str(ranks))
     spans: list[AttentionSpan] = []
     of_head = []
     for layer in classes:
@@ -147,7 +164,7 @@ def layout_of(classes: list[list[HeadClass]], page_tokens: int) -> PageLayout:
                 spans.append(span)
             numbers.append(spans.index(span))
         of_head.append(tuple(numbers))
-    return PageLayout(page_tokens, tuple(spans), tuple(of_head))
+    return PageLayout(page_tokens, tuple(spans), tuple(of_head), ranks)
 
 
 def _span_of(head: HeadClass) -> AttentionSpan:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
 from kvweave import ops
@@ -55,16 +56,15 @@ def layout_for(config: VllmConfig, classes: list[list[HeadClass]] | None) -> Pag
     if classes is None:
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
-    ranks = config.parallel_config.tensor_parallel_size
-    require("tensor_parallel_size", ranks == 1, "1 beside a head map", str(ranks))
-    return layout_of(classes, page_tokens)
+    return layout_of(classes, page_tokens, config.parallel_config.tensor_parallel_size)
 
 
 def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) -> None:
-    """Replaces the attention of every decoder layer.
+    """Replaces the attention of every decoder layer by that of this rank's heads.
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
+    rank = get_tensor_model_parallel_rank() if layout.ranks > 1 else 0
     for number, (module, stock) in enumerate(attention_of_layers(model, config)):
         require_whole_context("virtual pages", stock)
         module.attn = _VirtualLayer(
@@ -75,7 +75,7 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
             cache_config=config.cache_config,
             prefix=stock.layer_name,
             layout=layout,
-            reach=ops.Reach(len(layout.tables), layout.head_rows(number)),
+            reach=ops.Reach(len(layout.tables), layout.head_rows(number, rank)),
         )
 
 
