@@ -54,9 +54,22 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(FP8).float() * scale
 
 
+def integers(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors as integers of so many bits, f64, times a power of two [..., 1] each."""
+    largest = x.abs().amax(-1, keepdim=True)
+    power = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - bits)
+    return (x / power).round().clamp_max(2**bits - 1).double(), power
+
+
+def numbers_along(rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Products of vectors [N, T, D] with rows [N, C, D], by integers as pages are packed."""
+    (of_rows, row_power), (of_x, power) = integers(rows, 15), integers(x, 23)
+    return (of_x @ of_rows.mT).float() * row_power.mT * power
+
+
 def in_basis(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Numbers along the directions of a basis [N, C + 1, D], its mean first."""
-    return (x - basis[:, :1]) @ basis[:, 1:].mT
+    return numbers_along(basis[:, 1:], x - basis[:, :1])
 
 
 def out_of_basis(numbers: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
@@ -98,7 +111,7 @@ def planes(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     mean, bits = basis[:, :1], basis[:, 1:2]
     steps, measures = basis[:, 2 : dim + 2], basis[:, dim + 2 :]
     most = 2.0**bits - 1
-    code = ((x - mean) @ measures.mT + most / 2).round().clamp_min(0).minimum(most)
+    code = (numbers_along(measures, x - mean) + most / 2).round().clamp_min(0).minimum(most)
     return torch.where(bits > 0, code - most / 2, 0.0) @ steps + mean
 
 

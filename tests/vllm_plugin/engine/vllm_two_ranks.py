@@ -87,8 +87,8 @@ def packed(folder: Path) -> None:
 
 
 def pages(folder: Path) -> None:
-    """Prompts, twice, so that the second time finds prefixes, under a map of whose classes ranks have
-    unlike numbers.
+    """Prompts, twice, so that the second time finds prefixes, under a map whose classes ranks have
+    unlike numbers of.
     """
     from families import tiny
     from test_virtual_pages import FULL, PROMPTS, virtual, window, written

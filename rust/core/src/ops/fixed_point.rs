@@ -9,6 +9,9 @@
 pub const VECTOR_BITS: u32 = 23;
 /// Those of the rows of a basis, whose numbers are of one size.
 pub const ROW_BITS: u32 = 15;
+/// Beside so large a number nothing is left of a fraction but its rounding, and the lowest bits are
+/// an integer's.
+const WHOLE: f64 = 6_755_399_441_055_744.0;
 /// 2 to this, at least, is what a vector's largest number is taken for.
 const LEAST_EXPONENT: i32 = -104;
 
@@ -25,7 +28,8 @@ pub fn fixed_point(numbers: impl Iterator<Item = f32> + Clone, bits: u32, into: 
     let power = |exponent: i32| f32::from_bits(((127 + exponent) as u32) << 23);
     let most = (1 << bits) - 1;
     for (n, x) in into.iter_mut().zip(numbers) {
-        *n = ((x * power(-exponent)).round_ties_even() as i32).min(most);
+        let integer = (f64::from(x * power(-exponent)) + WHOLE).to_bits() as u32;
+        *n = integer.cast_signed().min(most);
     }
     power(exponent)
 }
