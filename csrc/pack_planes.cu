@@ -8,9 +8,8 @@
 // What makes it fast: as pack_top_r.cu, tiles of one side of a page, whose products are those of
 // integers. A warp writes the codes of eight tokens, a lane those of four channels.
 //
-// Launch: rows · pages · 2 · tiles blocks of 256 threads. A row that points outside either side,
-// or whose packed block has no basis, is skipped, and so is a page whose basis has bits that are no
-// planes or too many.
+// Launch: as pack_top_r.cu. A row that points outside either side, or whose packed block has no
+// basis, is skipped, and so is a page whose basis has bits that are no planes or too many.
 
 #include "api.h"
 #include "basis_numbers.cuh"
