@@ -5,15 +5,15 @@
 //   back: x = mean + Σ c · direction
 //
 // What makes it fast:
-// 1. A thread block packs one side of a page of every so many rows, 64 tokens at a time. The products
-//    are those of integers, on tensor cores: basis_numbers.cuh.
+// 1. A thread block packs one side of a page of every so many rows, 64 tokens at a time. The
+//    products are those of integers, on tensor cores: basis_numbers.cuh.
 // 2. Four lanes choose what is kept of a vector: top_r_choice.cuh.
 // 3. One unpacks 32 tokens: the products are those of two matrices, of which a thread has 4 × 4
 //    results. These sums run in the order of the definition, one rounding after the other.
 //
-// Launch, to pack: [2 · pages, chunks] blocks of 256 threads, of which each takes every chunk-th row;
-// to unpack: rows · pages · 2 · tiles blocks of as many. A row that points outside either side, or
-// whose packed block has no basis, is skipped.
+// Launch, to pack: [2 · pages, chunks] blocks of 256 threads, of which each takes every chunk-th
+// row; to unpack: rows · pages · 2 · tiles blocks of as many. A row that points outside either side,
+// or whose packed block has no basis, is skipped.
 
 #include "api.h"
 #include "basis_numbers.cuh"
