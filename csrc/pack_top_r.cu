@@ -12,8 +12,8 @@
 //    results. These sums run in the order of the definition, one rounding after the other.
 //
 // Launch, to pack: [2 · pages, chunks] blocks of 256 threads, of which each takes every chunk-th
-// row; to unpack: rows · pages · 2 · tiles blocks of as many. A row that points outside either side,
-// or whose packed block has no basis, is skipped.
+// row; to unpack: rows · pages · 2 · tiles blocks of as many. A row that points outside either
+// side, or whose packed block has no basis, is skipped.
 
 #include "api.h"
 #include "basis_numbers.cuh"
