@@ -54,7 +54,8 @@ struct NumbersRoom {
 __device__ __forceinline__ uint32_t size_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
 template <int N>
-__device__ __forceinline__ uint32_t largest_size(const float (&x)[N][4], uint32_t largest = 0) {
+__device__ __forceinline__ uint32_t largest_size(const float (&x)[N][4]) {
+  uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
 #pragma unroll

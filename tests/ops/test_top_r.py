@@ -164,6 +164,10 @@ def test_all_channels_in_bf16_are_dense_within_one_rounding(generator, version, 
         away = (got - exact.float()).abs()
         assert (away <= 2**-23 * exact.abs().amax(-1, keepdim=True)).all()
         assert (away == 0).float().mean() > 0.999, "the very numbers of bf16"
+    text = text_of(generator, 90, of=of, version=version, bases=plain)
+    for got, exact in zip(read_back(text, version), (text.k, text.v), strict=True):
+        away, largest = (got - exact).abs(), exact.abs().amax(-1, keepdim=True)
+        assert (away <= 2**-8 * exact.abs() + 2**-22 * largest).all(), "one rounding"
     turned = random_bases(generator, of, 2)
     text = text_of(generator, 90, of=of, version=version, bases=turned)
     read = read_back(text, version)

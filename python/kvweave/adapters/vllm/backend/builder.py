@@ -47,15 +47,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         page_tokens, heads = int(kv_cache_spec.block_size), int(kv_cache_spec.num_kv_heads)
         self.layout = StepLayout(page_tokens, (span,), block_pages=heads)
         self.workspace = ops.Workspace(device)
-        self.kept: KeptTables | None = None
-        if device.type != "cpu":
-            self.kept = KeptTables(
-                self.layout,
-                device,
-                requests=vllm_config.scheduler_config.max_num_seqs,
-                longest=vllm_config.model_config.max_model_len,
-                more=more_entries,
-            )
+        self.kept = KeptTables.of_engine(self.layout, device, vllm_config, more_entries)
         head_size, dtype = int(kv_cache_spec.head_size), vllm_config.model_config.dtype
         self.dense = span == AttentionSpan() and DensePrefill.is_there(head_size, dtype)
 

@@ -153,6 +153,17 @@ class KeptTables:
         self.entries = self._tables.entries
         self._of: dict[int, ops.StepTables] = {}
 
+    @classmethod
+    def of_engine(
+        cls, layout: StepLayout, device: torch.device, config: Any, more: int = 0
+    ) -> KeptTables | None:
+        """For all decode steps under a `VllmConfig`; None on CPUs, where no step is captured."""
+        if device.type == "cpu":
+            return None
+        requests = config.scheduler_config.max_num_seqs
+        longest = config.model_config.max_model_len
+        return cls(layout, device, requests=requests, longest=longest, more=more)
+
     def room_of(self, requests: int) -> ops.StepTables:
         """The first rows of those that are kept, for the tables of a step of so many requests."""
         if requests not in self._of:

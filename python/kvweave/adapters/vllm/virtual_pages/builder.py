@@ -66,14 +66,7 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         spans = [layout.spans[number] for number in layout.tables]
         self.layout = StepLayout(layout.page_tokens, spans, virtual=True)
         self.workspace = ops.Workspace(device)
-        self.kept: KeptTables | None = None
-        if device.type != "cpu":
-            self.kept = KeptTables(
-                self.layout,
-                device,
-                requests=vllm_config.scheduler_config.max_num_seqs,
-                longest=vllm_config.model_config.max_model_len,
-            )
+        self.kept = KeptTables.of_engine(self.layout, device, vllm_config)
 
     def build(
         self,
