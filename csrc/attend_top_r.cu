@@ -11,28 +11,42 @@
 // 2. Numbers are expanded to vectors with zeros in registers, as operands of tensor-core products,
 //    once for all query heads of a KV head. Lanes of a vector know by counts of its bitmap where
 //    their numbers begin; eight codes of four bits are put in place by two permutations of bytes.
-// 3. Scales, one a vector, are multiplied into scores and weights; codes are exact in 16 bits.
+// 3. Scales, one a vector, are multiplied into scores and weights. Codes of four bits meet queries and
+//    weights of 16 bits in products of bytes (integer_part.cuh), other numbers those of their own kind.
 
 #include "api.h"
 #include "basis_rows.cuh"
+#include "float_part.cuh"
+#include "integer_part.cuh"
 #include "packed_pieces.cuh"
+#include "top_r_codes.cuh"
 #include "top_r_vectors.cuh"
 
 // Names, and bytes of shared memory beside stages, as rust/cuda/src/attend_packed.rs has them.
-#define KERNEL(NUMBERS, BITS, NAME, T, D, WARPS, BYTES)                                          \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                    \
-      attend_top_r_##NUMBERS##_##NAME##_##D(const __grid_constant__ AttendPackedParams params) { \
-    using Kernel = AttendPacked<BasisRows<TopRVectors<T, D, BITS>>, WARPS>;                      \
-    static_assert((sizeof(typename Kernel::Shared) + 127) / 128 * 128 == BYTES, "as there");     \
-    extern __shared__ __align__(128) unsigned char shared[];                                     \
-    Kernel(params, shared).run();                                                                \
+#define KERNEL(NAME, D, WARPS, BYTES, ...)                                                      \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                   \
+      attend_top_r_##NAME##_##D(const __grid_constant__ AttendPackedParams params) {            \
+    using Kernel = AttendPacked<BasisRows<__VA_ARGS__>, WARPS>;                                 \
+    static_assert((sizeof(typename Kernel::Shared) + 127) / 128 * 128 == BYTES, "as there");    \
+    extern __shared__ __align__(128) unsigned char shared[];                                    \
+    Kernel(params, shared).run();                                                               \
   }
-#define KERNELS(D, WARPS, BYTES)                                         \
-  KERNEL(bf16, kBf16Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)       \
-  KERNEL(fp8, kFp8Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)         \
-  KERNEL(fp8, kFp8Numbers, f16, __half, D, WARPS, BYTES)                 \
-  KERNEL(int4, kInt4Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)       \
-  KERNEL(int4, kInt4Numbers, f16, __half, D, WARPS, BYTES)
+#define KERNELS(D, WARPS, BYTES)                                                                \
+  KERNEL(bf16_bf16, D, WARPS, BYTES, FloatPart<TopRVectors<__nv_bfloat16, D, kBf16Numbers>>)    \
+  KERNEL(fp8_bf16, D, WARPS, BYTES, FloatPart<TopRVectors<__nv_bfloat16, D, kFp8Numbers>>)      \
+  KERNEL(fp8_f16, D, WARPS, BYTES, FloatPart<TopRVectors<__half, D, kFp8Numbers>>)
 
-KERNELS(64, 16, 38144)
-KERNELS(128, 12, 35200)
+// Of vectors in which each channel has a bit of its own, for up to four query heads of a KV head
+// and for more of them; and of those whose channels have bits in groups, or are not all there.
+#define CODE_KERNELS_OF(NAME, T, D, WARPS, BYTES)                                               \
+  KERNEL(int4_four_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, 1>>)              \
+  KERNEL(int4_eight_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, kMostTiles>>)    \
+  KERNEL(int4_groups_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, false, kMostTiles>>)
+#define CODE_KERNELS(D, WARPS, BYTES)                                                           \
+  CODE_KERNELS_OF(bf16, __nv_bfloat16, D, WARPS, BYTES)                                         \
+  CODE_KERNELS_OF(f16, __half, D, WARPS, BYTES)
+
+KERNELS(64, 16, 38656)
+KERNELS(128, 12, 36864)
+CODE_KERNELS(64, 16, 71424)
+CODE_KERNELS(128, 12, 69504)

@@ -199,22 +199,6 @@ __device__ __forceinline__ void take_rows(RowBytes<kSteps> (&bytes)[kProducts], 
   }
 }
 
-// c += a b, with a 16 × 32, b 32 × 8 bytes, of which some have a sign.
-template <bool kSignedA, bool kSignedB>
-__device__ __forceinline__ void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                               uint32_t b1) {
-#define MULTIPLY(A, B)                                                                          \
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." A "." B                                 \
-               ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"         \
-               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                 \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-  if constexpr (kSignedA && kSignedB) MULTIPLY("s8", "s8");
-  if constexpr (kSignedA && !kSignedB) MULTIPLY("s8", "u8");
-  if constexpr (!kSignedA && kSignedB) MULTIPLY("u8", "s8");
-  if constexpr (!kSignedA && !kSignedB) MULTIPLY("u8", "u8");
-#undef MULTIPLY
-}
-
 // Sums of products by how far their bytes lie from the lowest, of 16 vectors and 8 rows.
 struct ByteSums {
   int of[kVectorBytes + 1][4] = {};

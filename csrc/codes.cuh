@@ -15,6 +15,11 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t a, uint32_t b, uint32_t c) 
   return all;
 }
 
+// (word & mask) ^ other
+__device__ __forceinline__ uint32_t masked_xor(uint32_t word, uint32_t mask, uint32_t other) {
+  return bits_of<0x6A>(word, mask, other);
+}
+
 // (word & mask) | more
 __device__ __forceinline__ uint32_t masked_or(uint32_t word, uint32_t mask, uint32_t more) {
   return bits_of<0xEA>(word, mask, more);

@@ -12,8 +12,7 @@
 #include "paged.cuh"
 #include "tensor_core.cuh"
 
-constexpr int kPackedItems = 512;   // of a launch; also in rust/cuda/src/attend_packed.rs
-constexpr int kPackedItemCost = 4;  // pages
+constexpr int kPackedItems = 512;  // of a launch; also in rust/cuda/src/attend_packed.rs
 
 // `Rows` is what a warp makes of a page, and what all of a block's warps do before and after pages
 // that have something in common: `PackedRows` says it.
@@ -43,6 +42,7 @@ class AttendPacked {
     };
     PackedRun runs[kWarps][kStages];
     Item items[kPackedItems];
+    int share, total;       // units of a thread block, and of all items together
     int last_read[kWarps];  // the stage that a warp left its part in; −1: it has none
     int spare;              // the stage of warp 0 that is free while parts are put together
     bool last;
@@ -74,10 +74,9 @@ class AttendPacked {
     rows.prepare(sh.of_rows);
     lay_out();
     if (items == 0) return;
-    const int total = sh.items[items - 1].end;
-    share = quotient(total + gridDim.x - 1, p.block_factor);
+    share = sh.share;
     first = blockIdx.x * share;
-    stop = min(first + share, total);
+    stop = min(first + share, sh.total);
     if (first >= stop) return;
 
     int item = with_units(item_of(first));
@@ -149,14 +148,15 @@ class AttendPacked {
     return items;
   }
 
-  // Finds what each item reads, and lays the items' units end to end.
+  // Finds what each item reads, and lays the items' units end to end: in equal shares, or, where this
+  // takes hardly longer, so that no block has parts of two items.
   __device__ void lay_out() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < items; i += kThreads) {
       const Heads of = heads_of(i);
       const Reach reach = reach_of(p.kv, of.kv_head);
       const EntryRange range = entries_seen(p.kv, reach, of.request, p.positions[of.request]);
-      sh.items[i] = {range.count + kPackedItemCost, range};
+      sh.items[i] = {range.count + Rows::kItemCost, range};
       if (range.count == 0 && i % gridDim.x == blockIdx.x) {
 #pragma unroll 1
         for (int d = 0; d < of.count * D; d += 4) {
@@ -166,10 +166,11 @@ class AttendPacked {
     }
     __syncthreads();
     if (warp == 0) {
-      int before = 0;
+      int before = 0, most = 0;
 #pragma unroll 1
       for (int i = 0; i < items; i += 32) {
         int sum = i + lane < items ? sh.items[i + lane].end : 0;
+        most = max(most, __reduce_max_sync(~0u, sum));
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
           const int lower = __shfl_up_sync(~0u, sum, step);
@@ -178,8 +179,25 @@ class AttendPacked {
         if (i + lane < items) sh.items[i + lane].end = before + sum;
         before += __shfl_sync(~0u, sum, 31);
       }
+      share_out(before, most);
     }
     __syncthreads();
+  }
+
+  // By a warp: of so many units, of which the largest item has `most`.
+  __device__ void share_out(int total, int most) {
+    int each = quotient(total + gridDim.x - 1, p.block_factor);
+    const int blocks = items > 0 ? static_cast<int>(gridDim.x) / items : 0;  // of an item
+    if (blocks > 0) {
+      const int whole = (most - Rows::kItemCost + blocks - 1) / blocks;
+      if (whole > 0 && whole <= each) {
+        each = whole;
+        total = items * blocks * each;
+#pragma unroll 1
+        for (int i = lane; i < items; i += 32) sh.items[i].end = (i + 1) * blocks * each;
+      }
+    }
+    if (lane == 0) sh.share = each, sh.total = total;
   }
 
   __device__ Heads heads_of(int item) const {
@@ -318,7 +336,7 @@ class AttendPacked {
     auto* part = reinterpret_cast<float*>(stage_of(warp, max(freed, 0)));
     rows.leave(of, part, kOutPitch, sh.states[warp], any);
     __syncthreads();
-    if (threadIdx.x < kQueries) weigh_parts(threadIdx.x);
+    weigh_parts();
     __syncthreads();
   }
 
@@ -329,6 +347,7 @@ class AttendPacked {
     for (int i = threadIdx.x; i < of.count * kWords; i += kThreads) {
       const int q = i / kWords, word = i % kWords;
       float4 value = {0, 0, 0, 0};
+#pragma unroll 4
       for (int w = 0; w < workers; ++w) {
         const int read = sh.last_read[w];
         if (read < 0) continue;
@@ -370,18 +389,24 @@ class AttendPacked {
                                            values, sh.sums_of_teams, sh.last);
   }
 
-  // How much each warp's part of a query counts.
-  __device__ void weigh_parts(int q) {
-    float largest = -INFINITY, sum = 0;
-    for (int w = 0; w < workers; ++w) {
-      if (sh.last_read[w] >= 0) largest = fmaxf(largest, sh.states[w][q].m);
+  // How much each warp's part of a query counts: sixteen threads have a query, each of them a warp.
+  __device__ void weigh_parts() {
+    constexpr int kOf = 16;
+    static_assert(kWarps <= kOf && kQueries * kOf <= kThreads, "threads of queries");
+    if (threadIdx.x >= kQueries * kOf) return;
+    const int q = threadIdx.x / kOf, w = threadIdx.x % kOf;
+    const bool there = w < workers && sh.last_read[w] >= 0;
+    const State own = there ? sh.states[w][q] : State{-INFINITY, 0};
+    float largest = own.m;
+#pragma unroll
+    for (int step = 1; step < kOf; step *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
     }
-    for (int w = 0; w < workers; ++w) {
-      if (sh.last_read[w] < 0) continue;
-      const float weight = weight_of(sh.states[w][q], largest);
-      sh.of_warps.weights[q][w] = weight;
-      sum += weight * sh.states[w][q].l;
-    }
-    sh.of_warps.sums[q] = {largest, sum};
+    const float weight = there ? weight_of(own, largest) : 0.0f;
+    float sum = weight * own.l;
+#pragma unroll
+    for (int step = 1; step < kOf; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (w < kWarps) sh.of_warps.weights[q][w] = weight;
+    if (w == 0) sh.of_warps.sums[q] = {largest, sum};
   }
 };

@@ -47,6 +47,7 @@ class PackedRows {
   using Element = T;
   static constexpr int kDim = D;
   static constexpr bool kTurned = false;  // results are not in a basis of their own
+  static constexpr int kItemCost = 4;     // pages that a part of an item takes as long as
   struct Shared {};
   static constexpr int kSteps = D / 16;
 
@@ -125,7 +126,7 @@ class PackedRows {
   int turned_by;                // delta that `queries` are turned back by
   // Of queries lane % 4 · 2 and + 1: sums over codes, and of what all channels have in common.
   float out[kSteps][4], same[2];
-  Softmax state;
+  Softmax<2> state;
 
   // Element 0 of the query of this lane's column, or null.
   __device__ const T* query_of(const Heads& of) const {
@@ -219,7 +220,7 @@ class PackedRows {
     float s[2][4], shrink[2], base[2];
 #pragma unroll
     for (int u = 0; u < 2; ++u) score(s[u], page, token + 16 * u, scaled, start);
-    state.take_in(s, mask, p, shrink, base);
+    state.take_in(s, lane / 4, {mask}, p, shrink, base);
     same[0] *= shrink[0];
     same[1] *= shrink[1];
     const uint32_t seen = mask >> (lane / 4);  // bits 0, 8, 16, 24: of this lane's keys

@@ -39,36 +39,48 @@ __device__ __forceinline__ float over_keys(float x) {
   return x;
 }
 
-// Of queries lane % 4 · 2 and + 1: the largest score, in powers of two, and the sum of the weights
-// of this lane's keys.
-struct Softmax {
-  float m[2], l[2];
+// The greatest of them.
+__device__ __forceinline__ float greatest_over_keys(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
 
-  // Takes in products of 32 keys: s[u][2 · half + q] is of key 16 · u + 8 · half + lane / 4, and
-  // bit j of the mask says whether the row sees key j. Makes scores in powers of two of them, of
-  // which the weights are those above `base`; what was added up before counts `shrink` times.
-  __device__ __forceinline__ void take_in(float (&s)[2][4], uint32_t mask, const AttendParams& p,
-                                          float (&shrink)[2], float (&base)[2]) {
+// Of a lane's queries, lane % 4 · kOwn and those after it: the largest score, in powers of two, and
+// the sum of the weights of this lane's keys.
+template <int kOwn>
+struct Softmax {
+  float m[kOwn], l[kOwn];
+
+  // Takes in products of 32 keys, or 64: number i of `s` is of query i % kOwn and of the key
+  // 8 · (i / kOwn) + `own`, and bit j of a mask says whether the row sees key j of its 32. Makes
+  // scores in powers of two of them, of which the weights are those above `base`; what was added up
+  // before counts `shrink` times.
+  template <int kRows>
+  __device__ __forceinline__ void take_in(float (&s)[kRows][4], int own,
+                                          const uint32_t (&masks)[kRows / kOwn],
+                                          const AttendParams& p, float (&shrink)[kOwn],
+                                          float (&base)[kOwn]) {
+    constexpr int kAll = 4 * kRows, kOfMask = 4 * kOwn;
     if (p.softcap > 0) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) s[i / 4][i % 4] = capped(s[i / 4][i % 4] * p.scale, p.softcap);
+      for (int i = 0; i < kAll; ++i) s[i / 4][i % 4] = capped(s[i / 4][i % 4] * p.scale, p.softcap);
     }
     const float factor = p.softcap > 0 ? kLog2e : p.scale * kLog2e;
-    const uint32_t seen = mask >> (threadIdx.x % 32 / 4);  // bits 0, 8, 16, 24: of this lane's keys
-    float largest[2] = {m[0], m[1]};
+    float largest[kOwn];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int q = 0; q < kOwn; ++q) largest[q] = m[q];
+#pragma unroll
+    for (int i = 0; i < kAll; ++i) {
       float& x = s[i / 4][i % 4];
+      const uint32_t mask = masks[i / kOfMask];
       x *= factor;
-      if (mask != ~0u && (seen >> (i / 2 * 8) & 1) == 0) x = -INFINITY;
-      largest[i % 2] = fmaxf(largest[i % 2], x);
+      if (mask != ~0u && (mask >> own >> (i % kOfMask / kOwn * 8) & 1) == 0) x = -INFINITY;
+      largest[i % kOwn] = fmaxf(largest[i % kOwn], x);
     }
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        largest[q] = fmaxf(largest[q], __shfl_xor_sync(~0u, largest[q], step));
-      }
+    for (int q = 0; q < kOwn; ++q) {
+      largest[q] = greatest_over_keys(largest[q]);
       base[q] = largest[q] == -INFINITY ? 0.0f : largest[q];
       shrink[q] = exp2_fast(m[q] - base[q]);
       m[q] = largest[q];
@@ -80,9 +92,9 @@ struct Softmax {
   __device__ __forceinline__ void leave(State* states) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
+    for (int q = 0; q < kOwn; ++q) {
       l[q] = over_keys(l[q]);
-      if (lane < 4) states[2 * lane + q] = {m[q], l[q]};
+      if (lane < 4) states[kOwn * lane + q] = {m[q], l[q]};
     }
   }
 };

@@ -37,13 +37,23 @@ struct PlaneWidths {
 
 // By a warp, in all lanes.
 __device__ __forceinline__ PlaneWidths widths_at(const float* bits, int dim) {
+  constexpr int kRounds = 8;  // of 32 channels: D is 256 at most
   const int lane = threadIdx.x % 32;
   PlaneWidths widths = {{0, 0, 0}, true};
   bool odd = false;
-  for (int first = 0; first < dim; first += 32) {
-    const int channel = first + lane;
-    const float own = channel < dim ? bits[channel] : 0.0f;
-    if (channel > 0 && channel < dim) odd = odd || !(own <= bits[channel - 1]);
+  // All are on their way before one is waited for.
+  float of_lane[kRounds], before[kRounds];
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int channel = 32 * i + lane;
+    of_lane[i] = channel < dim ? bits[channel] : 0.0f;
+    before[i] = channel > 0 && channel < dim ? bits[channel - 1] : of_lane[i];
+  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    if (32 * i >= dim) break;
+    const float own = of_lane[i];
+    odd = odd || !(own <= before[i]);
     bool known = own == 0;
 #pragma unroll
     for (int plane = 0; plane < kPlanes; ++plane) {

@@ -1,4 +1,5 @@
-// Vectors of top-r pages as a warp takes them: scores of keys and sums of values in their basis.
+// Vectors of top-r pages whose numbers are bf16 or fp8, as a warp takes them: scores of keys and sums
+// of values in their basis.
 #pragma once
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include "decode_units.cuh"
 #include "tensor_core.cuh"
 #include "top_r.cuh"
+#include "top_r_bits.cuh"
 #include "top_r_numbers.cuh"
 #include "turned_bases.cuh"
 
@@ -18,24 +20,17 @@ class TopRVectors {
   using Element = T;
   static constexpr int kDim = D;
   static constexpr int kSteps = D / 16;
-  static constexpr float kBeside = 0;  // in each sum, times the weights
-
-  struct Shared {
-    uint32_t selectors[kSelectors];
-  };
+  struct Shared {};
 
   __device__ explicit TopRVectors(const AttendPackedParams& params)
       : bases(params.bases),
-        of_pages(params.top_r),
         lane(threadIdx.x % 32),
-        shift(__ffs(params.top_r.group) - 1),
+        bits(params.top_r),
+        page_tokens(static_cast<int>(params.attend.kv.page_tokens)),
         places(top_r_places(params.top_r, params.attend.kv.page_tokens)) {}
 
   // By all threads of a block, as `enter`, `directions` and `take_queries`.
-  __device__ void prepare(Shared& sh) {
-    selectors = sh.selectors;
-    for (int i = threadIdx.x; i < kSelectors; i += blockDim.x) sh.selectors[i] = selectors_of(i);
-  }
+  __device__ void prepare(Shared&) const {}
 
   // Begins with pages of a basis; which is no longer known if they cannot be packed in it.
   __device__ void enter(Shared&, BasisKey&, int) const {}
@@ -46,13 +41,28 @@ class TopRVectors {
   __device__ Directions directions(const BasisKey& key, int rank, int side) const {
     if (!key.known()) return {nullptr, nullptr, 0};
     const float* mean = basis_at(bases, key.number, rank, side, D);
-    return {mean, mean + D, static_cast<int>(of_pages.channels)};
+    return {mean, mean + D, bits.channels()};
   }
 
   // Keeps what `score` needs of rotated queries beside registers.
   __device__ void take_queries(Shared&, const TurnedBases<T, D>&) const {}
 
-  __device__ void begin(const TurnedBases<T, D>& turned) { turned.take(queries, offsets); }
+  __device__ void begin(const TurnedBases<T, D>& turned) {
+#pragma unroll
+    for (int i = 0; i < D / 8; ++i) {
+      const int place = turned.place_of(lane / 4, channel_of<D>(lane, i));
+      const float2 two = *reinterpret_cast<const float2*>(turned.queries + place);
+      queries[i / 2][i % 2] = pack<T>(two.x, two.y);
+    }
+#pragma unroll
+    for (int q = 0; q < 2; ++q) offsets[q] = turned.of_queries[lane % 4 * 2 + q];
+  }
+
+  // Before a warp reads a page.
+  __device__ void open(unsigned char* page) const {
+    bits.mend(page, page_tokens);
+    bits.mend(page + places.side, page_tokens);
+  }
 
   // Scores of 32 keys: s[u] are those of 16 · u + lane / 4 and + 8 with queries lane % 4 · 2 and
   // + 1.
@@ -73,13 +83,13 @@ class TopRVectors {
   __device__ void add_values(float (&out)[kSteps][4], const unsigned char* page, int slot,
                              uint32_t seen, const uint32_t (&weights)[2]) {
     const unsigned char* side = page + places.side;
-    const int channel = kOfValue * (lane / 4), first = lane % 4 * 2;
+    const int first = lane % 4 * 2;
     const auto token_of = [&](int i) { return first + i % 2 + 8 * (i / 2); };
-    uint32_t bits[4], own = 0;
+    uint32_t of[4], own = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      bits[i] = group_bits<kOfValue>(side, slot + token_of(i), channel);
-      own |= __popc(bits[i]) << (8 * i);
+      of[i] = bits.template at<kOfValue>(side, slot + token_of(i), lane / 4);
+      own |= __popc(of[i]) << (8 * i);
     }
     // Four counts in one register, added up over the lanes of a token: 128 at most.
     uint32_t sum = own;
@@ -90,11 +100,12 @@ class TopRVectors {
     }
     sum -= own;
     const auto numbers = [&](int i) {
-      return numbers_of<ValueNumbers>(page, places.side, slot + token_of(i), bits[i],
-                                      sum >> (8 * i) & 0xFF, (seen >> token_of(i) & 1) != 0);
+      const bool is_seen = (seen >> token_of(i) & 1) != 0;
+      return numbers_of<ValueNumbers>(page, places.side, slot + token_of(i),
+                                      is_seen ? of[i] : 0u, sum >> (8 * i) & 0xFF);
     };
-    ValueNumbers of[4] = {numbers(0), numbers(1), numbers(2), numbers(3)};
-    multiply_values<0>(out, of, weights);
+    ValueNumbers taken[4] = {numbers(0), numbers(1), numbers(2), numbers(3)};
+    multiply_values<0>(out, taken, weights);
   }
 
   // Leaves sums of two queries, by channels.
@@ -116,48 +127,32 @@ class TopRVectors {
   using ValueNumbers = Numbers<T, kBits, kOfValue / 8>;
 
   const BasesParams& bases;
-  const TopRParams& of_pages;
   const int lane;
-  const int shift;  // channels of a group, as a power of two
+  const GroupBits<D, false> bits;
+  const int page_tokens;
   const TopRPlaces places;
-  const uint32_t* selectors;
   uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
   float offsets[2];             // of queries lane % 4 · 2 and + 1: what all keys score beside
 
-  // Bits of the groups of `kCount` channels from `channel` on.
-  template <int kCount>
-  __device__ uint32_t group_bits(const unsigned char* side, int token, int channel) const {
-    const int first = channel >> shift;
-    const int left = min(static_cast<int>(of_pages.channels >> shift) - first, kCount >> shift);
-    const int bit = 8 * token * places.bitmap + first;
-    const auto* words = reinterpret_cast<const uint32_t*>(side) + (bit >> 5);
-    const uint32_t bits = __funnelshift_r(words[0], words[1], bit);
-    return left <= 0 ? 0u : bits & (~0u >> (32 - left));
-  }
-
-  // Of a token's channels those of these groups that are kept, behind so many groups that are; of
-  // what is not `seen` none.
+  // Of a token's channels those of these groups, behind so many that are kept.
   template <typename Of>
   __device__ Of numbers_of(const unsigned char* page, int side, int token, uint32_t groups,
-                           int before, bool seen) const {
-    const int most = of_pages.kept >> shift;
-    const int nth = min(before, most);
-    const uint32_t bits = seen ? lowest_bits(groups, most - nth) : 0u;
+                           uint32_t before) const {
     const int row = side + places.numbers + token * places.row;
-    return Of(channel_bits(bits, shift), page, row, nth << shift);
+    return Of(bits.channels_of(groups), page, row, static_cast<int>(before << bits.shift()));
   }
 
   __device__ float scale_of_vector(const unsigned char* side, int token) const {
     if (kBits == kBf16Numbers) return 1;
     const T scale = reinterpret_cast<const T*>(side + places.scales)[token];
-    return KeyNumbers::kUnit * Scales<T>::widen(scale);
+    return Scales<T>::widen(scale);
   }
 
   // Products with 16 keys: lane has keys lane / 4 and + 8 of queries lane % 4 · 2 and + 1.
   __device__ void score_16(float (&s)[4], const unsigned char* page, int slot) const {
-    const int first = slot + lane / 4, channel = kOfKey * (lane % 4);
-    const uint32_t low = group_bits<kOfKey>(page, first, channel);
-    const uint32_t high = group_bits<kOfKey>(page, first + 8, channel);
+    const int first = slot + lane / 4;
+    const uint32_t low = bits.template at<kOfKey>(page, first, lane % 4);
+    const uint32_t high = bits.template at<kOfKey>(page, first + 8, lane % 4);
     // Both counts in one register, added up over the lanes of a key.
     const uint32_t own = __popc(low) | __popc(high) << 16;
     uint32_t sum = own;
@@ -167,8 +162,8 @@ class TopRVectors {
       if (lane % 4 >= step) sum += lower;
     }
     sum -= own;
-    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, sum & 0xFFFF, true);
-    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, sum >> 16, true);
+    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, sum & 0xFFFF);
+    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, sum >> 16);
     float dot[4] = {0, 0, 0, 0};
     multiply_keys<0>(dot, of_low, of_high);
 #pragma unroll
@@ -186,8 +181,8 @@ class TopRVectors {
   __device__ __forceinline__ void multiply_keys(float (&dot)[4], KeyNumbers& low,
                                                 KeyNumbers& high) const {
     if constexpr (kEight < kOfKey / 8) {
-      const auto x = low.template take<kEight>(selectors);
-      const auto y = high.template take<kEight>(selectors);
+      const auto x = low.template take<kEight>();
+      const auto y = high.template take<kEight>();
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const uint32_t a[4] = {
@@ -206,8 +201,8 @@ class TopRVectors {
                                                   const uint32_t (&weights)[2]) const {
     if constexpr (kEight < kOfValue / 8) {
       const typename ValueNumbers::Eight x[4] = {
-          of[0].template take<kEight>(selectors), of[1].template take<kEight>(selectors),
-          of[2].template take<kEight>(selectors), of[3].template take<kEight>(selectors)};
+          of[0].template take<kEight>(), of[1].template take<kEight>(),
+          of[2].template take<kEight>(), of[3].template take<kEight>()};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint2 early = ValueNumbers::tokens(x[0], x[1], i);

@@ -34,11 +34,13 @@ template <typename T, int D>
 struct TurnedBases {
   static constexpr int kParts = D == 64 ? 8 : 3;  // of a sum over directions
   static constexpr int kWords = D / 4;
+  static constexpr int kAtOnce = kQueries / 2;
+  static constexpr int kPitch = D + 16;  // of rotated queries
 
   BasisKey key;
   int first_known, first_other;
-  alignas(16) float of_queries[kQueries];  // times the mean key
-  alignas(16) T queries[kQueries * D];     // in the basis
+  alignas(16) float of_queries[kQueries];        // times the mean key
+  alignas(16) float queries[kQueries * kPitch];  // in the basis, by `place_of`
   union {
     alignas(16) float turned[kQueries * D];  // queries turned back
     alignas(16) float sums[D * kQueries];    // of values in the basis, by channels
@@ -74,39 +76,39 @@ struct TurnedBases {
     return to;
   }
 
-  // Turns an item's queries back by the delta of `key`, and rotates them into its basis of keys.
+  // Turns an item's queries back by the delta of `key`, and rotates them into its basis of keys. That
+  // of values is on its way then.
   template <int kThreads>
-  __device__ void turn_in(const AttendParams& p, const Heads& of, const Directions& keys) {
+  __device__ void turn_in(const AttendParams& p, const Heads& of, const Directions& keys,
+                          const Directions& values) {
     const BasisKey at = key;
     turn_back_queries<kThreads>(p, of, at.delta);
+    bring_near<kThreads>(values);
     for (int i = threadIdx.x; i < kQueries * D; i += kThreads) {
-      if (i % D >= keys.channels || !at.known()) queries[i] = static_cast<T>(0.0f);
+      const bool none = i % D >= keys.channels || i / D >= of.count || !at.known();
+      if (none) queries[place_of(i / D, i % D)] = 0;
     }
-    if (threadIdx.x < kQueries && !at.known()) of_queries[threadIdx.x] = 0;
+    if (threadIdx.x < kQueries) of_queries[threadIdx.x] = 0;
     __syncthreads();
-    if (at.known()) rotate<kThreads>(keys);
+    if (at.known()) {
+#pragma unroll 1
+      for (int first = 0; first < of.count; first += kAtOnce) rotate<kThreads>(keys, first);
+    }
     __syncthreads();
   }
 
-  // B fragments of a lane, and what its queries score beside.
-  __device__ void take(uint32_t (&fragments)[D / 16][2], float (&offsets)[2]) const {
-    const int lane = threadIdx.x % 32;
-    const T* query = queries + lane / 4 * D;
-#pragma unroll
-    for (int i = 0; i < D / 8; ++i) {
-      fragments[i / 2][i % 2] =
-          *reinterpret_cast<const uint32_t*>(query + channel_of<D>(lane, i));
-    }
-#pragma unroll
-    for (int q = 0; q < 2; ++q) offsets[q] = of_queries[lane % 4 * 2 + q];
+  // Where a number of a rotated query lies: so that lanes which read 16 bytes of the same quarter of
+  // other queries, or of other quarters, do not meet in a bank.
+  static __device__ __forceinline__ int place_of(int query, int channel) {
+    return query * kPitch + channel + 4 * (channel / (D / 4));
   }
 
-  // Notes word i of sums in the basis, and what each of them has beside.
-  __device__ void put(int i, const float4& value, float beside) {
+  // Notes word i of sums in the basis.
+  __device__ void put(int i, const float4& value) {
     const int q = i / kWords, channel = i % kWords * 4;
     const float four[4] = {value.x, value.y, value.z, value.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sums[(channel + e) * kQueries + q] = four[e] + beside;
+    for (int e = 0; e < 4; ++e) sums[(channel + e) * kQueries + q] = four[e];
   }
 
   // This thread's word of the sums in channels; `states` has the weights of the queries.
@@ -115,7 +117,12 @@ struct TurnedBases {
     static_assert(kThreads / D == kParts && kQueries * kWords <= kThreads, "threads of a block");
     __syncthreads();
     const bool known = key.known();
-    if (known) add_directions(values);
+    if (known) {
+#pragma unroll 1
+      for (int first = 0; first < of.count; first += kAtOnce) {
+        add_directions(values, first);
+      }
+    }
     __syncthreads();
     float4 value = {0, 0, 0, 0};
     const int q = threadIdx.x / kWords, word = threadIdx.x % kWords;
@@ -152,6 +159,14 @@ struct TurnedBases {
     }
   }
 
+  // Into the cache, by lines of 128 bytes.
+  template <int kThreads>
+  static __device__ void bring_near(const Directions& of) {
+    for (int i = 32 * threadIdx.x; i < of.channels * D; i += 32 * kThreads) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(of.rows + i));
+    }
+  }
+
   // Rare, and long: not inlined.
   static __device__ __noinline__ float turned_number(const AttendParams& p, const T* query, int d,
                                                      int delta) {
@@ -163,69 +178,76 @@ struct TurnedBases {
     return turned_element(query, d, static_cast<int>(p.kv.pairs), p.kv.interleaved != 0, angle_of);
   }
 
-  // A warp has the mean or a direction at a time, and all queries; a lane D / 32 channels of them.
+  // Some queries from `first` on. A warp has the mean or a direction at a time, a lane D / 32 channels
+  // of it.
   template <int kThreads>
-  __device__ void rotate(const Directions& keys) {
+  __device__ void rotate(const Directions& keys, int first) {
     constexpr int kOwn = D / 32, kWarps = kThreads / 32;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float q[kQueries][kOwn];
+    float q[kAtOnce][kOwn];
 #pragma unroll
-    for (int i = 0; i < kQueries; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
 #pragma unroll
-      for (int e = 0; e < kOwn; ++e) q[i][e] = turned[i * D + kOwn * lane + e];
+      for (int e = 0; e < kOwn; ++e) q[i][e] = turned[(first + i) * D + kOwn * lane + e];
     }
-#pragma unroll 4
-    for (int row = warp; row <= keys.channels; row += kWarps) {
-      const float* from = row == 0 ? keys.mean : keys.rows + (row - 1) * D;
-      const Pack<float, kOwn> x = load<float, kOwn>(from + kOwn * lane);
-      float sum[kQueries];
+    // All are on their way before one is waited for.
+    constexpr int kRounds = D / kWarps + 1;
+    Pack<float, kOwn> rows[kRounds];
 #pragma unroll
-      for (int i = 0; i < kQueries; ++i) {
+    for (int i = 0; i < kRounds; ++i) {
+      const int row = warp + i * kWarps;
+      const float* from = row == 0 ? keys.mean : keys.rows + (row - 1) * D;
+      if (row <= keys.channels) rows[i] = load<float, kOwn>(from + kOwn * lane);
+    }
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const int row = warp + round * kWarps;
+      if (row > keys.channels) break;
+      const Pack<float, kOwn>& x = rows[round];
+      float sum[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
         sum[i] = 0;
 #pragma unroll
         for (int e = 0; e < kOwn; ++e) sum[i] = fmaf(q[i][e], x.at[e], sum[i]);
       }
       // Half of the queries go to half of the lanes, until a lane has one of them.
 #pragma unroll
-      for (int count = kQueries / 2; count > 0; count /= 2) {
-        const bool upper = (lane & 4 * count) != 0;
+      for (int count = kAtOnce / 2; count > 0; count /= 2) {
+        const bool upper = (lane & 8 * count) != 0;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           const float other = upper ? sum[i] : sum[i + count];
           const float mine = upper ? sum[i + count] : sum[i];
-          sum[i] = mine + __shfl_xor_sync(~0u, other, 4 * count);
+          sum[i] = mine + __shfl_xor_sync(~0u, other, 8 * count);
         }
       }
-      sum[0] += __shfl_xor_sync(~0u, sum[0], 2);
-      sum[0] += __shfl_xor_sync(~0u, sum[0], 1);
-      if (lane % 4 != 0) continue;
+#pragma unroll
+      for (int step = 4; step > 0; step /= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], step);
+      if (lane % 8 != 0) continue;
+      const int query = first + lane / 8;
       if (row == 0) {
-        of_queries[lane / 4] = sum[0];
+        of_queries[query] = sum[0];
       } else {
-        queries[lane / 4 * D + row - 1] = static_cast<T>(sum[0]);
+        queries[place_of(query, row - 1)] = sum[0];
       }
     }
   }
 
-  // A thread has a channel, and of all queries a part of the sum over directions.
-  __device__ void add_directions(const Directions& values) {
+  // A thread has a channel, and of some queries from `first` on a part of the sum over directions.
+  __device__ void add_directions(const Directions& values, int first) {
     const int channel = threadIdx.x % D, part = threadIdx.x / D;
-    float sum[kQueries] = {};
-#pragma unroll 8
+    float sum[kAtOnce] = {};
+#pragma unroll 22
     for (int c = part; c < values.channels; c += kParts) {
       const float x = __ldg(values.rows + c * D + channel);
-      const auto* of = reinterpret_cast<const float4*>(sums + c * kQueries);
-      const float4 low = of[0], high = of[1];
-      sum[0] = fmaf(low.x, x, sum[0]);
-      sum[1] = fmaf(low.y, x, sum[1]);
-      sum[2] = fmaf(low.z, x, sum[2]);
-      sum[3] = fmaf(low.w, x, sum[3]);
-      sum[4] = fmaf(high.x, x, sum[4]);
-      sum[5] = fmaf(high.y, x, sum[5]);
-      sum[6] = fmaf(high.z, x, sum[6]);
-      sum[7] = fmaf(high.w, x, sum[7]);
+      const float4 of = *reinterpret_cast<const float4*>(sums + c * kQueries + first);
+      sum[0] = fmaf(of.x, x, sum[0]);
+      sum[1] = fmaf(of.y, x, sum[1]);
+      sum[2] = fmaf(of.z, x, sum[2]);
+      sum[3] = fmaf(of.w, x, sum[3]);
     }
 #pragma unroll
-    for (int q = 0; q < kQueries; ++q) parts[part][q * D + channel] = sum[q];
+    for (int q = 0; q < kAtOnce; ++q) parts[part][(first + q) * D + channel] = sum[q];
   }
 };

@@ -50,7 +50,9 @@ TITLES = {
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
     "vllm_load": "The same with many requests at once",
     "vllm_mapped": "vLLM 0.33: requests that fit beside segments and a head map, 8B shape, bf16",
+    "vllm_mapped_ranks": "The same over two GPUs",
     "vllm_segments": "vLLM 0.33: first tokens behind documents seen before, 8B shape, bf16",
+    "vllm_segments_ranks": "The same over two GPUs",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
     "vllm_restart_weighed": "The same in vLLM 0.26 where reading is weighed against computing",
     "vllm_bench": "A load of retrieved documents, vllm bench serve, vLLM 0.33, 8B shape, bf16",
@@ -90,6 +92,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40, 64]}\'',
     ),
     "vllm_segments": (f"{SEGMENTS} stock segments mapped",),
+    "vllm_segments_ranks": (f"{SEGMENTS} mapped stock --ranks 2",),
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
     "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
     "counters": ("python -m benchmarks.device.counters",),
@@ -100,6 +103,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
     ),
     "vllm_mapped": (f"{VLLM} --jobs capacity --engines stock mapped",),
+    "vllm_mapped_ranks": (f"{VLLM} --jobs capacity --engines mapped stock --ranks 2",),
     "vllm_top_k": (
         f"{VLLM} --jobs decode --engines stock top_k"
         " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",

@@ -1,7 +1,7 @@
-"""Time to first token of a RAG prompt in vLLM, with segments reused and without, on one GPU.
+"""Time to first token of a RAG prompt in vLLM, with segments reused and without.
 
-`python -m benchmarks.vllm.segments [stock|segments|mapped|packed] … [--json FILE]` prints one JSON
-object a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier
+`python -m benchmarks.vllm.segments [stock|segments|mapped|packed] … [--ranks 2] [--json FILE]`
+prints one JSON object a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier
 prompt had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE
 is a run for `python -m benchmarks.report.record FILE`.
 """
@@ -98,6 +98,7 @@ def engine(name: str, model: Path, given: argparse.Namespace, heads: Path | None
         max_num_batched_tokens=longest,
         compilation_config=graphs,
         enable_prefix_caching=True,
+        tensor_parallel_size=given.ranks,
         **{"block_size": 16, **reusing},
     )
 
@@ -132,12 +133,12 @@ def measure(name: str, given: argparse.Namespace) -> None:
             times = [first_token(markers) for _ in range(ROUNDS)]
             middle = statistics.median(times[1:])
             say(name, what=kind, seconds=middle, least=min(times), most=max(times[1:]))
-        if name != "stock":
+        if name != "stock" and given.ranks == 1:
             say(name, what="store", **counted())
 
 
 def counted() -> dict[str, Any]:
-    """Look-ups of the store since the engine started."""
+    """Look-ups of the store since the engine started, whose only rank is this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector: Any = get_kv_transfer_group()
@@ -171,7 +172,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--share", type=float, default=0.97)
-    parser.add_argument("--arena", type=int, default=12, help="GiB of the store")
+    parser.add_argument("--arena", type=int, default=12, help="GiB of a rank's store")
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--json", type=Path, help="where the run goes, after every engine")
     parser.add_argument("--child", choices=EVERY, help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -181,7 +183,7 @@ def main(words: list[str]) -> int:
     if given.child:
         measure(given.child, given)
         return 0
-    kept = ("model", "layers", "tokens", "documents", "share", "arena")
+    kept = ("model", "layers", "tokens", "documents", "share", "arena", "ranks")
     settings = [f"--{name}={getattr(given, name)}" for name in kept]
     found: list[dict[str, Any]] = []
     failed = False
@@ -192,7 +194,8 @@ def main(words: list[str]) -> int:
             failed = True
             print(error, file=sys.stderr, flush=True)
         if given.json:
-            run = of_device(CASE, rows_of(found, given.tokens, given.share))
+            case = CASE if given.ranks == 1 else f"{CASE}_ranks"
+            run = of_device(case, rows_of(found, given.tokens, given.share))
             given.json.write_text(json.dumps(run, indent=1) + "\n")
     return int(failed)
 

@@ -34,12 +34,18 @@ CAPACITY: dict[str, Any] = {"layers": 4, "memory": 3 * GIB, "chunk": 8192, "cont
 CAPACITY["store"] = CAPACITY["memory"] // 8
 
 
-def case_of(mode: str, jobs: list[str], engines: Sequence[str] = ()) -> str:
+def case_of(mode: str, jobs: list[str], engines: Sequence[str] = (), ranks: int = 1) -> str:
     """What a record calls a run: `vllm_load` where every job is of many requests at once.
 
     `vllm_top_k` is one of an engine whose heads choose, `vllm_mapped` one of an engine that has
-    segments beside a map. Raises InvalidArgument for jobs that are not recorded in this mode.
+    segments beside a map, `vllm_mapped_ranks` of several ranks of it. Raises InvalidArgument for
+    jobs that are not recorded in this mode.
     """
+    if ranks > 1:
+        if mode == "graphs" and MAPPED in engines:
+            return "vllm_mapped_ranks"
+        text = f"ranks: a run has a record with mode graphs and {MAPPED}, got {mode}, {engines}"
+        raise InvalidArgument(text, expected=f"mode graphs, engine {MAPPED}", got=mode)
     if mode == "graphs" and "top_k" in engines:
         return "vllm_top_k"
     if mode == "graphs" and MAPPED in engines:
@@ -123,6 +129,7 @@ def parser_of_words() -> argparse.ArgumentParser:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES[:3]))
     parser.add_argument("--mode", choices=MODES, default="graphs", help="how steps run")
     parser.add_argument("--task", type=json.loads, default={}, help="fields of a task, JSON")
+    parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--limit", type=float, default=300, help="seconds a process may take")
     parser.add_argument("--json", type=Path, help="where the run goes, after every process")
     return parser
@@ -134,8 +141,11 @@ def main(words: list[str] | None = None) -> int:
     chosen = parser.parse_args(words)
     found: list[Found] = []
     given = {"mode": chosen.mode, **chosen.task}
+    if chosen.ranks > 1:
+        given["others"] = {"tensor_parallel_size": chosen.ranks, **given.get("others", {})}
     try:
-        case = case_of(given["mode"], chosen.jobs, chosen.engines) if chosen.json else ""
+        of_run = given["mode"], chosen.jobs, chosen.engines, chosen.ranks
+        case = case_of(*of_run) if chosen.json else ""
     except InvalidArgument as error:
         parser.error(str(error))
     for task in tasks(chosen.jobs, chosen.engines, given):

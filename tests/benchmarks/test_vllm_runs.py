@@ -24,7 +24,7 @@ def test_printed_commands_make_the_rows_of_their_case(case: str) -> None:
         assert (results.ROOT / f"{module.replace('.', '/')}.py").exists()
         if module == "benchmarks.vllm.serve":
             chosen = serve.parser_of_words().parse_args(words)
-            assert serve.case_of(chosen.mode, chosen.jobs, chosen.engines) == case
+            assert serve.case_of(chosen.mode, chosen.jobs, chosen.engines, chosen.ranks) == case
             made += serve.tasks(chosen.jobs, chosen.engines, chosen.task)
     names = [row["name"] for row in results.newest()[case]["rows"]]
     for task in made:
@@ -40,6 +40,9 @@ def test_a_run_of_vllm_is_called_by_its_mode_and_jobs(capsys: pytest.CaptureFixt
     assert serve.case_of("compiled", ["decode"]) == "vllm_compiled"
     assert serve.case_of("graphs", ["decode"], ["stock", "top_k"]) == "vllm_top_k"
     assert serve.case_of("graphs", ["capacity"], ["stock", "mapped"]) == "vllm_mapped"
+    assert serve.case_of("graphs", ["capacity"], ["mapped"], ranks=2) == "vllm_mapped_ranks"
+    with pytest.raises(InvalidArgument, match="ranks: a run has a record with mode graphs"):
+        serve.case_of("compiled", ["capacity"], ["mapped"], ranks=2)
     for mode, jobs in (("compiled", ["latency", "capacity"]), ("eager", ["latency"])):
         with pytest.raises(InvalidArgument, match=f"got mode {mode} with {', '.join(jobs)}"):
             serve.case_of(mode, jobs)

@@ -17,12 +17,17 @@ use crate::params::{AttendPackedParams, AttendParams};
 
 /// (Request, KV head, 8 query heads) triples of one launch: `kPackedItems` of the kernels.
 const MAX_ITEMS: usize = 512;
+/// Query heads of a product of bytes: `kTileHeads` of the kernels.
+const TILE_HEADS: usize = 4;
 /// Pages that a warp has in shared memory.
 const STAGES: usize = 2;
-/// Tokens that the kernels take in at once, of which the last page may lack some.
+/// Tokens that the kernels take in at once, of planes and of others: a page may have fewer.
+const PLANES_AT_ONCE: usize = 64;
 const AT_ONCE: usize = 32;
-/// Bytes of a plane that are read at once of a token's value: it may have fewer.
-const PLANE_GROUPS_BYTES: usize = 32;
+/// Bytes of a plane that are read at once of a token: it may have fewer.
+const PLANE_GROUPS_BYTES: usize = 64;
+/// Bytes that are read at once of a vector's codes: it may have fewer.
+const CODES_BYTES: usize = 128;
 /// Bytes between the addresses that pages are copied from.
 const PAGE_ALIGNMENT: u64 = 16;
 const ROW_ALIGNMENT: usize = 4;
@@ -40,31 +45,45 @@ const SHAPES: [Shape; 2] = [
     Shape { head_dim: 64, warps: 16, own_bytes: 17536 },
     Shape { head_dim: 128, warps: 12, own_bytes: 15744 },
 ];
-/// As those in `attend_top_r.cu`.
+/// As those in `attend_top_r.cu`, of numbers of bytes and of codes.
 const TOP_R_SHAPES: [Shape; 2] = [
-    Shape { head_dim: 64, warps: 16, own_bytes: 38144 },
-    Shape { head_dim: 128, warps: 12, own_bytes: 35200 },
+    Shape { head_dim: 64, warps: 16, own_bytes: 38656 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 36864 },
+];
+const CODE_SHAPES: [Shape; 2] = [
+    Shape { head_dim: 64, warps: 16, own_bytes: 71424 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 69504 },
 ];
 
 /// As those in `attend_planes.cu`.
 const PLANES_SHAPES: [Shape; 2] = [
-    Shape { head_dim: 64, warps: 16, own_bytes: 38656 },
-    Shape { head_dim: 128, warps: 12, own_bytes: 36864 },
+    Shape { head_dim: 64, warps: 16, own_bytes: 41472 },
+    Shape { head_dim: 128, warps: 12, own_bytes: 40704 },
 ];
 
-/// The source of a format's kernels, how their names begin, and their shapes.
+/// The source of a format's kernels, how their names begin, and their shapes, for so many query
+/// heads of a KV head.
 fn kernels_of(
     format: &PackedFormat,
+    heads: usize,
 ) -> Result<(&'static str, String, &'static [Shape]), CudaError> {
+    let tiles = if heads > TILE_HEADS { "eight" } else { "four" };
     match format.kind() {
         kind @ (PackedKind::Int4 | PackedKind::Int8) => {
             Ok(("attend_packed", format!("attend_packed_{}", kind.name()), &SHAPES))
         }
         PackedKind::TopR(of) => {
             let prefix = format!("attend_top_r_{}", of.numbers.name());
-            Ok(("attend_top_r", prefix, &TOP_R_SHAPES))
+            if of.numbers != KeptNumbers::Int4 {
+                return Ok(("attend_top_r", prefix, &TOP_R_SHAPES));
+            }
+            let whole = of.group == 1 && of.channels == format.head_dim();
+            let kernel = format!("{prefix}_{}", if whole { tiles } else { "groups" });
+            Ok(("attend_top_r", kernel, &CODE_SHAPES))
         }
-        PackedKind::Planes(_) => Ok(("attend_planes", "attend_planes".into(), &PLANES_SHAPES)),
+        PackedKind::Planes(_) => {
+            Ok(("attend_planes", format!("attend_planes_{tiles}"), &PLANES_SHAPES))
+        }
         other => Err(CudaError::unsupported("kind", "a kind with kernels", other.name())),
     }
 }
@@ -98,7 +117,7 @@ impl PackedPlan {
         device: &Description,
     ) -> Result<Self, CudaError> {
         let dim = format.head_dim();
-        let (source, prefix, shapes) = kernels_of(format)?;
+        let (source, prefix, shapes) = kernels_of(format, call.group())?;
         let shape = shapes.iter().find(|shape| shape.head_dim == dim);
         let shape = shape.ok_or_else(|| CudaError::unsupported("head_dim", "64 or 128", dim))?;
         let (wanted, like) = queries_of(format);
@@ -142,18 +161,21 @@ impl PackedPlan {
     }
 }
 
-/// Room for a page, for what is read behind its last tokens (of top-r pages nothing), and for a
-/// warp's part of the result.
+/// Room for a page, for what is read behind its last tokens, and for a warp's part of the result.
 fn stage_bytes(format: &PackedFormat) -> usize {
-    let dim = format.head_dim();
-    let tokens = format.page_tokens().next_multiple_of(AT_ONCE);
+    let (dim, page_tokens) = (format.head_dim(), format.page_tokens());
+    let tokens = page_tokens.next_multiple_of(AT_ONCE);
     let read = match format.kind() {
         PackedKind::Int4 | PackedKind::Int8 => {
             format.value_codes().start + tokens * dim * format.code_bits() / 8
         }
         PackedKind::Planes(token_bytes) => {
-            let flags = format.page_bytes() - format.page_tokens() * token_bytes;
+            let flags = format.page_bytes() - page_tokens * token_bytes;
+            let tokens = page_tokens.next_multiple_of(PLANES_AT_ONCE);
             flags + tokens * token_bytes + PLANE_GROUPS_BYTES
+        }
+        PackedKind::TopR(of) if of.numbers == KeptNumbers::Int4 && tokens > page_tokens => {
+            format.page_bytes() + (tokens - page_tokens) * of.kept / 2 + CODES_BYTES
         }
         _ => 0,
     };
@@ -271,15 +293,20 @@ mod tests {
         let source = include_str!("../../../csrc/packed_pieces.cuh");
         assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
         assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
-        let line = |shape: &Shape| {
-            format!("\nKERNELS({}, {}, {})\n", shape.head_dim, shape.warps, shape.own_bytes)
-        };
-        for (shapes, kernels) in [
-            (&SHAPES, include_str!("../../../csrc/attend_packed.cu")),
-            (&TOP_R_SHAPES, include_str!("../../../csrc/attend_top_r.cu")),
-            (&PLANES_SHAPES, include_str!("../../../csrc/attend_planes.cu")),
+        let (top_r, planes) = (
+            include_str!("../../../csrc/attend_top_r.cu"),
+            include_str!("../../../csrc/attend_planes.cu"),
+        );
+        for (shapes, kernels, name) in [
+            (&SHAPES, include_str!("../../../csrc/attend_packed.cu"), "KERNELS"),
+            (&TOP_R_SHAPES, top_r, "KERNELS"),
+            (&CODE_SHAPES, top_r, "CODE_KERNELS"),
+            (&PLANES_SHAPES, planes, "KERNELS"),
         ] {
-            assert!(shapes.iter().all(|shape| kernels.contains(&line(shape))));
+            assert!(shapes.iter().all(|shape| {
+                let Shape { head_dim, warps, own_bytes } = shape;
+                kernels.contains(&format!("\n{name}({head_dim}, {warps}, {own_bytes})\n"))
+            }));
         }
     }
 
@@ -295,6 +322,7 @@ mod tests {
             (PackedKind::Int8, 48, 128, 14336),
             (PackedKind::Planes(96), 64, 128, 6272),
             (PackedKind::Planes(96), 48, 128, 6272),
+            (PackedKind::Planes(96), 16, 128, 6272),
         ] {
             let format = PackedFormat::new(kind, ScaleDtype::Bf16, page_tokens, head_dim)
                 .expect("sound sizes");
