@@ -31,13 +31,17 @@
     extern __shared__ __align__(128) unsigned char shared[];                                    \
     Kernel(params, shared).run();                                                               \
   }
+// Of vectors in which each channel has a bit of its own; and of those whose channels have bits in
+// groups, or are not all there.
+#define KERNELS_OF(BITS, OF, NAME, T, D, WARPS, BYTES)                                          \
+  KERNEL(BITS##_whole_##NAME, D, WARPS, BYTES, FloatPart<TopRVectors<T, D, OF, true>>)          \
+  KERNEL(BITS##_groups_##NAME, D, WARPS, BYTES, FloatPart<TopRVectors<T, D, OF, false>>)
 #define KERNELS(D, WARPS, BYTES)                                                                \
-  KERNEL(bf16_bf16, D, WARPS, BYTES, FloatPart<TopRVectors<__nv_bfloat16, D, kBf16Numbers>>)    \
-  KERNEL(fp8_bf16, D, WARPS, BYTES, FloatPart<TopRVectors<__nv_bfloat16, D, kFp8Numbers>>)      \
-  KERNEL(fp8_f16, D, WARPS, BYTES, FloatPart<TopRVectors<__half, D, kFp8Numbers>>)
+  KERNELS_OF(bf16, kBf16Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)                          \
+  KERNELS_OF(fp8, kFp8Numbers, bf16, __nv_bfloat16, D, WARPS, BYTES)                            \
+  KERNELS_OF(fp8, kFp8Numbers, f16, __half, D, WARPS, BYTES)
 
-// Of vectors in which each channel has a bit of its own, for up to four query heads of a KV head
-// and for more of them; and of those whose channels have bits in groups, or are not all there.
+// The same of codes; for up to four query heads of a KV head, and for more of them.
 #define CODE_KERNELS_OF(NAME, T, D, WARPS, BYTES)                                               \
   KERNEL(int4_four_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, 1>>)              \
   KERNEL(int4_eight_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, kMostTiles>>)    \

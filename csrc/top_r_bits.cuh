@@ -132,7 +132,16 @@ class GroupBits {
       const auto* words = reinterpret_cast<const uint2*>(side + token * (D / 8));
 #pragma unroll
       for (int i = 0; i < D / 64; ++i) count += __popc(words[i].x) + __popc(words[i].y);
+    } else if (bytes() % 4 == 0) {
+      const auto* words = reinterpret_cast<const uint32_t*>(side + token * bytes());
+      const int groups = static_cast<int>(of.channels) >> log_group;
+#pragma unroll
+      for (int i = 0; i < D / 32; ++i) {
+        const int behind = max(32 * (i + 1) - groups, 0);  // bits that no group has
+        if (behind < 32) count += __popc(words[i] << behind);
+      }
     } else {
+#pragma unroll 1
       for (int i = 0; 32 * i < channels(); ++i) count += __popc(at<32>(side, token, i));
     }
     return count;

@@ -13,8 +13,8 @@
 #include "top_r_numbers.cuh"
 #include "turned_bases.cuh"
 
-// Of T, with numbers of so many bits and scales of T.
-template <typename T, int D, int kBits>
+// Of T, with numbers of so many bits and scales of T. `kWhole`: each channel has a bit of its own.
+template <typename T, int D, int kBits, bool kWhole>
 class TopRVectors {
  public:
   using Element = T;
@@ -128,7 +128,7 @@ class TopRVectors {
 
   const BasesParams& bases;
   const int lane;
-  const GroupBits<D, false> bits;
+  const GroupBits<D, kWhole> bits;
   const int page_tokens;
   const TopRPlaces places;
   uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads

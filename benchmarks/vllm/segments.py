@@ -1,9 +1,9 @@
 """Time to first token of a RAG prompt in vLLM, with segments reused and without.
 
 `python -m benchmarks.vllm.segments [stock|segments|mapped|packed] … [--ranks 2] [--json FILE]`
-prints one JSON object a line. Random weights of a known shape. Of every prompt 97 % are documents that an earlier
-prompt had in another order, between fresh text; stock vLLM has none of it in its prefix cache. FILE
-is a run for `python -m benchmarks.report.record FILE`.
+prints one JSON object a line. Random weights of a known shape. Of every prompt 97 % are documents
+that an earlier prompt had in another order, between fresh text; stock vLLM has none of it in its
+prefix cache. FILE is a run for `python -m benchmarks.report.record FILE`.
 """
 
 from __future__ import annotations

@@ -74,12 +74,14 @@ fn kernels_of(
         }
         PackedKind::TopR(of) => {
             let prefix = format!("attend_top_r_{}", of.numbers.name());
-            if of.numbers != KeptNumbers::Int4 {
-                return Ok(("attend_top_r", prefix, &TOP_R_SHAPES));
-            }
-            let whole = of.group == 1 && of.channels == format.head_dim();
-            let kernel = format!("{prefix}_{}", if whole { tiles } else { "groups" });
-            Ok(("attend_top_r", kernel, &CODE_SHAPES))
+            let codes = of.numbers == KeptNumbers::Int4;
+            let kind = match of.group == 1 && of.channels == format.head_dim() {
+                false => "groups",
+                true if codes => tiles,
+                true => "whole",
+            };
+            let shapes: &[Shape] = if codes { &CODE_SHAPES } else { &TOP_R_SHAPES };
+            Ok(("attend_top_r", format!("{prefix}_{kind}"), shapes))
         }
         PackedKind::Planes(_) => {
             Ok(("attend_planes", format!("attend_planes_{tiles}"), &PLANES_SHAPES))
