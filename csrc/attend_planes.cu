@@ -7,10 +7,10 @@
 // What makes it run at the speed of memory:
 // 1. Work is cut, fetched, rotated and put together as in attend_top_r.cu. How many channels have
 //    8, 4 and 2 bits is read where a run of pages of one basis begins.
-// 2. Codes are operands of products of bytes as attend_top_r.cu has them: with keys a lane takes words
-//    of neighbouring channels, of values four channels of a token with one load.
-// 3. There are no scales: steps are part of queries and of results. Of eight bits half a step is part
-//    of what all keys score, and added to the sums of values at their end.
+// 2. Codes are operands of products of bytes as attend_top_r.cu has them: with keys a lane takes
+//    words of neighbouring channels, of values four channels of a token with one load.
+// 3. There are no scales: steps are part of queries and of results. Of eight bits half a step is
+//    part of what all keys score, and added to the sums of values at their end.
 
 #include "api.h"
 #include "basis_rows.cuh"

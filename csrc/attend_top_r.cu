@@ -11,8 +11,9 @@
 // 2. Numbers are expanded to vectors with zeros in registers, as operands of tensor-core products,
 //    once for all query heads of a KV head. Lanes of a vector know by counts of its bitmap where
 //    their numbers begin; eight codes of four bits are put in place by two permutations of bytes.
-// 3. Scales, one a vector, are multiplied into scores and weights. Codes of four bits meet queries and
-//    weights of 16 bits in products of bytes (integer_part.cuh), other numbers those of their own kind.
+// 3. Scales, one a vector, are multiplied into scores and weights. Codes of four bits meet queries
+//    and weights of 16 bits in products of bytes (integer_part.cuh), other numbers those of their
+//    own kind.
 
 #include "api.h"
 #include "basis_rows.cuh"

@@ -92,8 +92,8 @@ class IntegerPart {
  private:
   const AttendParams& p;
   const int lane;
-  // Of query heads lane % 4, and + 4: sums in the basis, of codes, what is NaN once a value was, and
-  // softmaxes.
+  // Of query heads lane % 4, and + 4: sums in the basis, of codes, what is NaN once a value was,
+  // and softmaxes.
   float out[kTiles][Vectors::kRowTiles][2];
   float odd[kTiles];
   // Of the tokens that are taken in: columns of weights, and what they are multiples of.

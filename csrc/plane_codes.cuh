@@ -1,9 +1,9 @@
 // Vectors of planes as a warp takes them: scores of keys and sums of values in their basis, by
 // products of bytes.
 //
-// Of eight bits a code is the byte, of four the upper half of one, of two its uppermost bits, with a
-// one behind: so a byte counts from the middle of what codes stand for, 16 or 64 to a step, and of
-// eight bits half a step less than it, which is added elsewhere.
+// Of eight bits a code is the byte, of four the upper half of one, of two its uppermost bits, with
+// a one behind: so a byte counts from the middle of what codes stand for, 16 or 64 to a step, and
+// of eight bits half a step less than it, which is added elsewhere.
 #pragma once
 
 #include <cmath>
@@ -161,8 +161,8 @@ class PlaneCodes {
     }
   }
 
-  // Leaves a query's sums of `values`, which are NaN where `odd` is, by channels; `weights`: the sum
-  // of all weights.
+  // Leaves a query's sums of `values`, which are NaN where `odd` is, by channels; `weights`: the
+  // sum of all weights.
   __device__ void leave(const float (&out)[kRowTiles][2], float weights, float odd,
                         float* to) const {
     const PlaneWidths& values = held->values;
@@ -343,8 +343,8 @@ class PlaneCodes {
     return low | uint64_t{high} << 32;
   }
 
-  // Adds the nth 32 channels of a plane's values, which are part `part` of all: of a lane's four the
-  // first two are rows of its first operand.
+  // Adds the nth 32 channels of a plane's values, which are part `part` of all: of a lane's four
+  // the first two are rows of its first operand.
   template <int kPlane, typename Part>
   __device__ __forceinline__ void add_part(Part& to, int part, const unsigned char* page, int token,
                                            int nth) const {

@@ -7,7 +7,8 @@
 #include "codes.cuh"
 #include "decode_units.cuh"
 
-constexpr int kTileHeads = 4;  // query heads of a product, each a column of upper bytes and of lower
+// Query heads of a product, each a column of upper bytes and of lower.
+constexpr int kTileHeads = 4;
 constexpr int kMostTiles = kQueries / kTileHeads;
 
 constexpr float kMostUnits = 32512;  // 127 · 256: what is rounded to it has an upper byte of 127
@@ -39,7 +40,9 @@ __device__ __forceinline__ float whole_of(int upper, int lower) {
 }
 
 // Of 32 keys those that a lane has scores of, j = 0 to 3: rows lane / 4 + 8 · j of two products.
-__device__ __forceinline__ int key_of(int lane, int j) { return lane / 8 + lane / 4 % 2 * 4 + 8 * j; }
+__device__ __forceinline__ int key_of(int lane, int j) {
+  return lane / 8 + lane / 4 % 2 * 4 + 8 * j;
+}
 
 // Of 32 tokens those whose values are columns of a lane, i = 0 to 7: as weights of keys come there
 // when matrices are transposed, of rows lane % 4 · 2 and + 1.

@@ -42,8 +42,9 @@ struct SelectorColumn {
   }
 };
 
-// A lane's codes of `kEights` times eight channels of a vector, which are kept by the bits of masks:
-// sixteen times each number in units of the scale, as signed bytes, and 0 where nothing is kept.
+// A lane's codes of `kEights` times eight channels of a vector, which are kept by the bits of
+// masks: sixteen times each number in units of the scale, as signed bytes, and 0 where nothing is
+// kept.
 template <int kEights>
 class KeptCodes {
  public:
@@ -79,8 +80,8 @@ class KeptCodes {
   uint32_t codes[kEights];
 };
 
-// With scales of T, for so many tiles of query heads. `kWhole`: all channels of a vector have a bit of
-// their own.
+// With scales of T, for so many tiles of query heads. `kWhole`: all channels of a vector have a bit
+// of their own.
 template <typename T, int D, bool kWhole, int kHeadTiles>
 class TopRCodes {
  public:

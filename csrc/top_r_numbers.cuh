@@ -12,8 +12,8 @@
 constexpr int kBf16Numbers = 16, kFp8Numbers = 8, kInt4Numbers = 4;
 
 // A lane's numbers of `kEights` times eight channels of a vector, of whole bytes, which are kept by
-// the bits of a mask. `take<i>` has eight of them, as `Eight`; `channels` are two of T of channels 2i
-// and 2i + 1, `tokens` of the same channel of two vectors, for channels 2i and 2i + 1. All are
+// the bits of a mask. `take<i>` has eight of them, as `Eight`; `channels` are two of T of channels
+// 2i and 2i + 1, `tokens` of the same channel of two vectors, for channels 2i and 2i + 1. All are
 // numbers over the scale.
 template <typename T, int kBits, int kEights>
 class Numbers {

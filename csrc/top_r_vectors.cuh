@@ -1,5 +1,5 @@
-// Vectors of top-r pages whose numbers are bf16 or fp8, as a warp takes them: scores of keys and sums
-// of values in their basis.
+// Vectors of top-r pages whose numbers are bf16 or fp8, as a warp takes them: scores of keys and
+// sums of values in their basis.
 #pragma once
 
 #include <cmath>

@@ -76,8 +76,8 @@ struct TurnedBases {
     return to;
   }
 
-  // Turns an item's queries back by the delta of `key`, and rotates them into its basis of keys. That
-  // of values is on its way then.
+  // Turns an item's queries back by the delta of `key`, and rotates them into its basis of keys.
+  // That of values is on its way then.
   template <int kThreads>
   __device__ void turn_in(const AttendParams& p, const Heads& of, const Directions& keys,
                           const Directions& values) {
@@ -97,8 +97,8 @@ struct TurnedBases {
     __syncthreads();
   }
 
-  // Where a number of a rotated query lies: so that lanes which read 16 bytes of the same quarter of
-  // other queries, or of other quarters, do not meet in a bank.
+  // Where a number of a rotated query lies: so that lanes which read 16 bytes of the same quarter
+  // of other queries, or of other quarters, do not meet in a bank.
   static __device__ __forceinline__ int place_of(int query, int channel) {
     return query * kPitch + channel + 4 * (channel / (D / 4));
   }
@@ -178,8 +178,8 @@ struct TurnedBases {
     return turned_element(query, d, static_cast<int>(p.kv.pairs), p.kv.interleaved != 0, angle_of);
   }
 
-  // Some queries from `first` on. A warp has the mean or a direction at a time, a lane D / 32 channels
-  // of it.
+  // Some queries from `first` on. A warp has the mean or a direction at a time, a lane D / 32
+  // channels of it.
   template <int kThreads>
   __device__ void rotate(const Directions& keys, int first) {
     constexpr int kOwn = D / 32, kWarps = kThreads / 32;

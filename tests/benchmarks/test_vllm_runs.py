@@ -61,7 +61,7 @@ def test_engines_of_vllm_have_the_plugins_own_options(
     monkeypatch.setitem(sys.modules, "vllm.platforms", on_gpu)
     heads = {"heads": str(tmp_path / "heads.json")}
     store = {"segment_bytes": 2 << 30}
-    chosen = SimpleNamespace(model="Qwen3-32B", tokens=64, arena=2)
+    chosen = SimpleNamespace(model="Qwen3-32B", tokens=64, arena=2, ranks=1)
     qwen, llama = "Qwen3ForCausalLM", "LlamaForCausalLM"
     for given, wanted in (
         (started("ours", tmp_path), engine_options(qwen)),
