@@ -23,7 +23,8 @@
 #include "top_r_codes.cuh"
 #include "top_r_vectors.cuh"
 
-// Names, and bytes of shared memory beside stages, as rust/cuda/src/attend_packed.rs has them.
+// Names, and bytes of shared memory beside stages, as rust/cuda/src/attend_packed.rs has them: of
+// codes with all columns of selectors.
 #define KERNEL(NAME, D, WARPS, BYTES, ...)                                                      \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                   \
       attend_top_r_##NAME##_##D(const __grid_constant__ AttendPackedParams params) {            \
@@ -48,8 +49,8 @@
   KERNEL(int4_eight_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, kMostTiles>>)    \
   KERNEL(int4_groups_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, false, kMostTiles>>)
 #define CODE_KERNELS(D, WARPS, BYTES)                                                           \
-  CODE_KERNELS_OF(bf16, __nv_bfloat16, D, WARPS, BYTES)                                         \
-  CODE_KERNELS_OF(f16, __half, D, WARPS, BYTES)
+  CODE_KERNELS_OF(bf16, __nv_bfloat16, D, WARPS, BYTES - kFewerSelectors)                       \
+  CODE_KERNELS_OF(f16, __half, D, WARPS, BYTES - kFewerSelectors)
 
 KERNELS(64, 16, 38656)
 KERNELS(128, 12, 36864)

@@ -15,18 +15,31 @@
 #include "top_r_bits.cuh"
 #include "turned_bases.cuh"
 
-// For each mask of eight channels, which of the codes that follow each of them has. A lane reads a
-// column of its own, so that no two of a warp meet in a bank.
+// Columns of a table of selectors: where thread blocks have much shared memory a lane reads one of
+// its own, so that no two of a warp meet in a bank.
+#if __CUDA_ARCH__ >= 900
+constexpr int kSelectorColumns = 32;
+#else
+constexpr int kSelectorColumns = 1;
+#endif
+// Bytes that the others of 32 columns would take; also in rust/cuda/src/attend_packed.rs.
+constexpr int kFewerSelectors = (32 - kSelectorColumns) * kSelectors * 4;
+
+// For each mask of eight channels, which of the codes that follow each of them has.
 struct CodeSelectors {
-  uint32_t of[kSelectors][32];
+  uint32_t of[kSelectors][kSelectorColumns];
 
   // By all threads of a block.
   __device__ void fill() {
     for (int mask = threadIdx.x; mask < kSelectors; mask += blockDim.x) {
       const uint32_t own = selectors_of(mask);
-      auto* row = reinterpret_cast<uint4*>(of[mask]);
+      if constexpr (kSelectorColumns == 1) {
+        of[mask][0] = own;
+      } else {
+        auto* row = reinterpret_cast<uint4*>(of[mask]);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) row[(i + threadIdx.x) % 8] = {own, own, own, own};
+        for (int i = 0; i < 8; ++i) row[(i + threadIdx.x) % 8] = {own, own, own, own};
+      }
     }
   }
 };
@@ -106,7 +119,8 @@ class TopRCodes {
   // As those of TopRVectors.
   __device__ void prepare(Shared& sh) {
     sh.selectors.fill();
-    column = {reinterpret_cast<const unsigned char*>(sh.selectors.of[0] + lane)};
+    const uint32_t* own = sh.selectors.of[0] + lane % kSelectorColumns;
+    column = {reinterpret_cast<const unsigned char*>(own)};
   }
   __device__ void enter(Shared&, BasisKey&, int) const {}
   __device__ bool has_basis() const { return true; }

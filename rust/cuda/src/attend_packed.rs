@@ -6,7 +6,7 @@ use kvweave_core::ops::{KeptNumbers, PackedFormat, PackedKind, PageGeometry, Sca
 use crate::attend::params_of;
 use crate::attend_call::{AttendLaunch, AttendWorkspace};
 use crate::attend_decode::of_requests;
-use crate::attend_plan::{QUERIES, decode_workspace};
+use crate::attend_plan::{QUERIES, decode_workspace, is_hopper};
 use crate::backend::CudaBackend;
 use crate::bases::{DeviceBases, bases_params, top_r_params};
 use crate::error::CudaError;
@@ -32,6 +32,9 @@ const CODES_BYTES: usize = 128;
 const PAGE_ALIGNMENT: u64 = 16;
 const ROW_ALIGNMENT: usize = 4;
 const WARP: u32 = 32;
+
+/// Bytes of selectors that kernels of codes have on Hopper alone: `kFewerSelectors` elsewhere.
+const FEWER_SELECTORS: usize = 31 * 256 * 4;
 
 /// A kernel of one head dim: D, its warps, and shared memory beside stages.
 struct Shape {
@@ -129,7 +132,9 @@ impl PackedPlan {
         }
         expect_layout(call)?;
         let stage_bytes = stage_bytes(format);
-        let bytes = |workers: usize| shape.own_bytes + workers * STAGES * stage_bytes;
+        let codes = format.top_r().is_some_and(|page| page.of().numbers == KeptNumbers::Int4);
+        let fewer = if codes && !is_hopper(device) { FEWER_SELECTORS } else { 0 };
+        let bytes = |workers: usize| shape.own_bytes - fewer + workers * STAGES * stage_bytes;
         let workers = (1..=shape.warps).rev().find(|&workers| device.gives(bytes(workers)));
         let workers = workers.ok_or_else(|| {
             let got = format!("{} bytes", bytes(1));
@@ -295,6 +300,10 @@ mod tests {
         let source = include_str!("../../../csrc/packed_pieces.cuh");
         assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
         assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
+        let codes = include_str!("../../../csrc/top_r_codes.cuh");
+        assert_eq!(FEWER_SELECTORS, (32 - 1) * 256 * 4);
+        assert!(codes.contains("kFewerSelectors = (32 - kSelectorColumns) * kSelectors * 4;"));
+        assert!(codes.contains("kSelectorColumns = 1;"));
         let (top_r, planes) = (
             include_str!("../../../csrc/attend_top_r.cu"),
             include_str!("../../../csrc/attend_planes.cu"),

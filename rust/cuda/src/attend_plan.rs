@@ -221,7 +221,7 @@ fn has_tensor_core_layout(call: &AttendLaunch<'_>) -> bool {
             .all(|address| address.is_multiple_of(ALIGNMENT as u64))
 }
 
-fn is_hopper(device: &Description) -> bool {
+pub(crate) fn is_hopper(device: &Description) -> bool {
     device.capability == (9, 0)
 }
 
