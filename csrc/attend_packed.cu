@@ -6,7 +6,8 @@
 //
 // What makes it run at the speed of memory:
 // 1. Work is cut as in attend_decode.cu: all (request, KV head) pairs end to end, in equal shares a
-//    thread block, here in units of a page, and the parts are put together as there.
+//    thread block, here in units of a page, and the parts are put together as there. Where it takes
+//    no longer, no thread block has parts of two of them.
 // 2. A page is one run of bytes. On Hopper one bulk copy brings all of it, elsewhere asynchronous
 //    copies of 16 bytes do; each warp has one page in hand and one on the way.
 // 3. Codes are operands of tensor-core products as they lie: one load brings a lane 16 bytes of

@@ -45,9 +45,12 @@
 
 // The same of codes; for up to four query heads of a KV head, and for more of them.
 #define CODE_KERNELS_OF(NAME, T, D, WARPS, BYTES)                                               \
-  KERNEL(int4_four_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, 1>>)              \
-  KERNEL(int4_eight_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, kMostTiles>>)    \
-  KERNEL(int4_groups_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, false, kMostTiles>>)
+  KERNEL(int4_whole_four_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, true, 1>>)        \
+  KERNEL(int4_whole_eight_##NAME, D, WARPS, BYTES,                                              \
+         IntegerPart<TopRCodes<T, D, true, kMostTiles>>)                                        \
+  KERNEL(int4_groups_four_##NAME, D, WARPS, BYTES, IntegerPart<TopRCodes<T, D, false, 1>>)      \
+  KERNEL(int4_groups_eight_##NAME, D, WARPS, BYTES,                                             \
+         IntegerPart<TopRCodes<T, D, false, kMostTiles>>)
 #define CODE_KERNELS(D, WARPS, BYTES)                                                           \
   CODE_KERNELS_OF(bf16, __nv_bfloat16, D, WARPS, BYTES - kFewerSelectors)                       \
   CODE_KERNELS_OF(f16, __half, D, WARPS, BYTES - kFewerSelectors)

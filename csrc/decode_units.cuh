@@ -14,7 +14,7 @@ constexpr int kItemCost = 16;
 
 // One KV head of one request, with up to 8 of its query heads.
 struct Item {
-  int end;  // where the next one begins: units, and for each item kItemCost more
+  int end;  // where the next one begins: behind its units, and what an item costs beside them
   EntryRange entries;
 };
 

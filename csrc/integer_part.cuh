@@ -80,13 +80,14 @@ class IntegerPart {
   // As FloatPart.
   __device__ void leave(const Heads& of, float* rows, int pitch, State* to, bool any) {
 #pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) states[tile].leave(to + kTileHeads * tile);
+    __syncwarp();
+#pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
-      states[tile].leave(to + kTileHeads * tile);
       const int query = kTileHeads * tile + lane % 4;
       if (!any || query >= of.count) continue;
       vectors.leave(out[tile], states[tile].l[0], odd[tile], rows + query * pitch);
     }
-    __syncwarp();
   }
 
  private:

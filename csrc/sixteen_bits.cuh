@@ -16,7 +16,8 @@ constexpr float kLeastLargest = 1e-30f;  // of numbers below it nothing is left
 
 // By what numbers are multiplied, of which this is the largest, and what a unit of them is then.
 __device__ __forceinline__ float inverse_unit(float largest) {
-  return largest > kLeastLargest ? __fdividef(kMostUnits, largest) : 0.0f;
+  // By numbers above 2^126 that division would be 0.
+  return largest > kLeastLargest ? __fdividef(kMostUnits / 4, largest / 4) : 0.0f;
 }
 __device__ __forceinline__ float unit_of(float largest) { return largest * (1 / kMostUnits); }
 

@@ -6,14 +6,11 @@
 #include <cstdint>
 
 #include "api.h"
-#include "bases.cuh"
 #include "codes.cuh"
 #include "decode_units.cuh"
 #include "sixteen_bits.cuh"
 #include "tensor_core.cuh"
-#include "top_r.cuh"
-#include "top_r_bits.cuh"
-#include "turned_bases.cuh"
+#include "top_r_pages.cuh"
 
 // Columns of a table of selectors: where thread blocks have much shared memory a lane reads one of
 // its own, so that no two of a warp meet in a bank.
@@ -93,13 +90,14 @@ class KeptCodes {
   uint32_t codes[kEights];
 };
 
-// With scales of T, for so many tiles of query heads. `kWhole`: all channels of a vector have a bit
-// of their own.
+// With scales of T, for so many tiles of query heads.
 template <typename T, int D, bool kWhole, int kHeadTiles>
-class TopRCodes {
+class TopRCodes : public TopRPages<T, D, kWhole> {
+  using Pages = TopRPages<T, D, kWhole>;
+  using Pages::bits, Pages::lane, Pages::places;
+  using Pages::kOfKey, Pages::kOfValue;
+
  public:
-  using Element = T;
-  static constexpr int kDim = D;
   static constexpr int kTiles = kHeadTiles;
   static constexpr int kMasks = 1;
   static constexpr int kRowTiles = D / 16;  // of sixteen channels of values
@@ -109,39 +107,18 @@ class TopRCodes {
   };
 
   __device__ explicit TopRCodes(const AttendPackedParams& params)
-      : lane(threadIdx.x % 32),
-        bases(params.bases),
-        bits(params.top_r),
-        row_bits(4 * static_cast<int>(params.top_r.kept)),
-        page_tokens(static_cast<int>(params.attend.kv.page_tokens)),
-        places(top_r_places(params.top_r, params.attend.kv.page_tokens)) {}
+      : Pages(params), row_bits(4 * static_cast<int>(params.top_r.kept)) {}
 
-  // As those of TopRVectors.
+  // By all threads of a block.
   __device__ void prepare(Shared& sh) {
     sh.selectors.fill();
     const uint32_t* own = sh.selectors.of[0] + lane % kSelectorColumns;
     column = {reinterpret_cast<const unsigned char*>(own)};
   }
-  __device__ void enter(Shared&, BasisKey&, int) const {}
-  __device__ bool has_basis() const { return true; }
-  __device__ Directions directions(const BasisKey& key, int rank, int side) const {
-    if (!key.known()) return {nullptr, nullptr, 0};
-    const float* mean = basis_at(bases, key.number, rank, side, D);
-    return {mean, mean + D, bits.channels()};
-  }
-  __device__ void take_queries(Shared&, const TurnedBases<T, D>&) const {}
 
   __device__ void begin(const TurnedBases<T, D>& turned) {
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      take_tile(tile, turned);
-    }
-  }
-
-  // Before a warp reads a page.
-  __device__ void open(unsigned char* page) const {
-    bits.mend(page, page_tokens);
-    bits.mend(page + places.side, page_tokens);
+    for (int tile = 0; tile < kTiles; ++tile) take_tile(tile, turned);
   }
 
   // Scores of 32 keys: number j is of `key_of(lane, j)` with query head lane % 4 of a tile.
@@ -154,7 +131,7 @@ class TopRCodes {
       sum += count_of(masks[j]) << (8 * j);
     }
     // Four counts in one register, added up over the lanes of a key: 128 at most.
-    const uint32_t before = below<1, 4>(sum, lane % 4);
+    const uint32_t before = counts_before<1, 4>(sum, lane % 4);
     const int at = 8 * places.numbers + own * row_bits;
     uint32_t a[2][kSteps][4];
 #pragma unroll
@@ -218,17 +195,10 @@ class TopRCodes {
   }
 
  private:
-  static constexpr int kOfKey = D / 4;    // channels of a key that a lane takes
-  static constexpr int kOfValue = D / 8;  // of a value
   static constexpr int kSteps = D / 32;   // products of bytes
   static constexpr float kCode = 0.0625f;  // what a byte counts for
 
-  const int lane;
-  const BasesParams& bases;
-  const GroupBits<D, kWhole> bits;
   const int row_bits;  // of a vector's codes
-  const int page_tokens;
-  const TopRPlaces places;
   SelectorColumn column;
   uint32_t queries[kTiles][kSteps][2];  // B fragments: rows are channels
   float units[kTiles], offsets[kTiles];  // of query heads lane % 4 and + 4
@@ -276,18 +246,6 @@ class TopRCodes {
     return count;
   }
 
-  // Of four counts in one register those of the lanes that come before, kStep apart: up to `own`.
-  template <int kStep, int kLanes>
-  static __device__ __forceinline__ uint32_t below(uint32_t counts, int own) {
-    uint32_t sum = counts;
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) {
-      const uint32_t lower = __shfl_up_sync(~0u, sum, kStep * step, kStep * kLanes);
-      if (own >= step) sum += lower;
-    }
-    return sum - counts;
-  }
-
   // The bit of a page from which on a lane has codes, of a vector whose codes begin there, behind
   // as many as number i of four says.
   __device__ __forceinline__ int codes_at(int at, uint32_t before, int i) const {
@@ -314,7 +272,7 @@ class TopRCodes {
       bits.take(masks[i], page + places.side, own + value_of(0, i), lane / 4);
       sum += count_of(masks[i]) << (8 * i);
     }
-    const uint32_t before = below<4, 8>(sum, lane / 4);
+    const uint32_t before = counts_before<4, 8>(sum, lane / 4);
     const int at = 8 * (places.side + places.numbers) + own * row_bits;
     uint32_t bytes[4][kOfValue / 4];
 #pragma unroll

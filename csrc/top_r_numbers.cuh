@@ -8,8 +8,8 @@
 #include "fp8.cuh"
 #include "packed.cuh"
 
-// What numbers are stored as; `bits` of TopRParams.
-constexpr int kBf16Numbers = 16, kFp8Numbers = 8, kInt4Numbers = 4;
+// What numbers are stored as, that are no codes; `bits` of TopRParams.
+constexpr int kBf16Numbers = 16, kFp8Numbers = 8;
 
 // A lane's numbers of `kEights` times eight channels of a vector, of whole bytes, which are kept by
 // the bits of a mask. `take<i>` has eight of them, as `Eight`; `channels` are two of T of channels

@@ -5,47 +5,27 @@
 #include <cmath>
 
 #include "api.h"
-#include "bases.cuh"
 #include "decode_units.cuh"
+#include "packed_rows.cuh"
 #include "tensor_core.cuh"
-#include "top_r.cuh"
-#include "top_r_bits.cuh"
 #include "top_r_numbers.cuh"
-#include "turned_bases.cuh"
+#include "top_r_pages.cuh"
 
-// Of T, with numbers of so many bits and scales of T. `kWhole`: each channel has a bit of its own.
+// Of T, with numbers of so many bits and scales of T.
 template <typename T, int D, int kBits, bool kWhole>
-class TopRVectors {
+class TopRVectors : public TopRPages<T, D, kWhole> {
+  using Pages = TopRPages<T, D, kWhole>;
+  using Pages::bits, Pages::lane, Pages::places;
+  using Pages::kOfKey, Pages::kOfValue;
+
  public:
-  using Element = T;
-  static constexpr int kDim = D;
   static constexpr int kSteps = D / 16;
   struct Shared {};
 
-  __device__ explicit TopRVectors(const AttendPackedParams& params)
-      : bases(params.bases),
-        lane(threadIdx.x % 32),
-        bits(params.top_r),
-        page_tokens(static_cast<int>(params.attend.kv.page_tokens)),
-        places(top_r_places(params.top_r, params.attend.kv.page_tokens)) {}
+  __device__ explicit TopRVectors(const AttendPackedParams& params) : Pages(params) {}
 
-  // By all threads of a block, as `enter`, `directions` and `take_queries`.
+  // By all threads of a block.
   __device__ void prepare(Shared&) const {}
-
-  // Begins with pages of a basis; which is no longer known if they cannot be packed in it.
-  __device__ void enter(Shared&, BasisKey&, int) const {}
-
-  // Whether they have a basis. Of those without one no entry has tokens, unless `enter` said so.
-  __device__ bool has_basis() const { return true; }
-
-  __device__ Directions directions(const BasisKey& key, int rank, int side) const {
-    if (!key.known()) return {nullptr, nullptr, 0};
-    const float* mean = basis_at(bases, key.number, rank, side, D);
-    return {mean, mean + D, bits.channels()};
-  }
-
-  // Keeps what `score` needs of rotated queries beside registers.
-  __device__ void take_queries(Shared&, const TurnedBases<T, D>&) const {}
 
   __device__ void begin(const TurnedBases<T, D>& turned) {
 #pragma unroll
@@ -56,12 +36,6 @@ class TopRVectors {
     }
 #pragma unroll
     for (int q = 0; q < 2; ++q) offsets[q] = turned.of_queries[lane % 4 * 2 + q];
-  }
-
-  // Before a warp reads a page.
-  __device__ void open(unsigned char* page) const {
-    bits.mend(page, page_tokens);
-    bits.mend(page + places.side, page_tokens);
   }
 
   // Scores of 32 keys: s[u] are those of 16 · u + lane / 4 and + 8 with queries lane % 4 · 2 and
@@ -92,17 +66,11 @@ class TopRVectors {
       own |= __popc(of[i]) << (8 * i);
     }
     // Four counts in one register, added up over the lanes of a token: 128 at most.
-    uint32_t sum = own;
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      const uint32_t lower = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += lower;
-    }
-    sum -= own;
+    const uint32_t before = counts_before<4, 8>(own, lane / 4);
     const auto numbers = [&](int i) {
       const bool is_seen = (seen >> token_of(i) & 1) != 0;
       return numbers_of<ValueNumbers>(page, places.side, slot + token_of(i),
-                                      is_seen ? of[i] : 0u, sum >> (8 * i) & 0xFF);
+                                      is_seen ? of[i] : 0u, before >> (8 * i) & 0xFF);
     };
     ValueNumbers taken[4] = {numbers(0), numbers(1), numbers(2), numbers(3)};
     multiply_values<0>(out, taken, weights);
@@ -121,16 +89,9 @@ class TopRVectors {
   }
 
  private:
-  static constexpr int kOfKey = D / 4;    // channels of a key that a lane takes
-  static constexpr int kOfValue = D / 8;  // of a value
   using KeyNumbers = Numbers<T, kBits, kOfKey / 8>;
   using ValueNumbers = Numbers<T, kBits, kOfValue / 8>;
 
-  const BasesParams& bases;
-  const int lane;
-  const GroupBits<D, kWhole> bits;
-  const int page_tokens;
-  const TopRPlaces places;
   uint32_t queries[kSteps][2];  // B fragments: rows are channels, columns query heads
   float offsets[2];             // of queries lane % 4 · 2 and + 1: what all keys score beside
 
@@ -155,15 +116,9 @@ class TopRVectors {
     const uint32_t high = bits.template at<kOfKey>(page, first + 8, lane % 4);
     // Both counts in one register, added up over the lanes of a key.
     const uint32_t own = __popc(low) | __popc(high) << 16;
-    uint32_t sum = own;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const uint32_t lower = __shfl_up_sync(~0u, sum, step, 4);
-      if (lane % 4 >= step) sum += lower;
-    }
-    sum -= own;
-    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, sum & 0xFFFF);
-    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, sum >> 16);
+    const uint32_t before = counts_before<1, 4>(own, lane % 4);
+    auto of_low = numbers_of<KeyNumbers>(page, 0, first, low, before & 0xFFFF);
+    auto of_high = numbers_of<KeyNumbers>(page, 0, first + 8, high, before >> 16);
     float dot[4] = {0, 0, 0, 0};
     multiply_keys<0>(dot, of_low, of_high);
 #pragma unroll

@@ -7,9 +7,7 @@
 #include "api.h"
 #include "bases.cuh"
 #include "decode_units.cuh"
-#include "packed_rows.cuh"
 #include "rotation.cuh"
-#include "tensor_core.cuh"
 #include "vector.cuh"
 
 // Which basis, and by how much queries are turned back before; a number below 0: neither.
@@ -29,7 +27,7 @@ struct Directions {
   int channels;
 };
 
-// In shared memory. All functions but `take` are called by all threads of a block.
+// In shared memory. All functions but `place_of` are called by all threads of a block.
 template <typename T, int D>
 struct TurnedBases {
   static constexpr int kParts = D == 64 ? 8 : 3;  // of a sum over directions

@@ -77,14 +77,12 @@ fn kernels_of(
         }
         PackedKind::TopR(of) => {
             let prefix = format!("attend_top_r_{}", of.numbers.name());
-            let codes = of.numbers == KeptNumbers::Int4;
-            let kind = match of.group == 1 && of.channels == format.head_dim() {
-                false => "groups",
-                true if codes => tiles,
-                true => "whole",
-            };
-            let shapes: &[Shape] = if codes { &CODE_SHAPES } else { &TOP_R_SHAPES };
-            Ok(("attend_top_r", format!("{prefix}_{kind}"), shapes))
+            let whole = of.group == 1 && of.channels == format.head_dim();
+            let bits = if whole { "whole" } else { "groups" };
+            match of.numbers == KeptNumbers::Int4 {
+                true => Ok(("attend_top_r", format!("{prefix}_{bits}_{tiles}"), &CODE_SHAPES)),
+                false => Ok(("attend_top_r", format!("{prefix}_{bits}"), &TOP_R_SHAPES)),
+            }
         }
         PackedKind::Planes(_) => {
             Ok(("attend_planes", format!("attend_planes_{tiles}"), &PLANES_SHAPES))
@@ -293,6 +291,8 @@ fn with_factors(call: &AttendLaunch<'_>, grid: Grid) -> Result<AttendParams, Cud
 
 #[cfg(test)]
 mod tests {
+    use kvweave_core::ops::TopR;
+
     use super::*;
 
     #[test]
@@ -301,7 +301,8 @@ mod tests {
         assert!(source.contains(&format!("constexpr int kPackedItems = {MAX_ITEMS};")));
         assert!(source.contains(&format!("constexpr int kStages = {STAGES};")));
         let codes = include_str!("../../../csrc/top_r_codes.cuh");
-        assert_eq!(FEWER_SELECTORS, (32 - 1) * 256 * 4);
+        let bits = include_str!("../../../csrc/top_r_bits.cuh");
+        assert!(bits.contains(&format!("kSelectors = {};", FEWER_SELECTORS / (31 * 4))));
         assert!(codes.contains("kFewerSelectors = (32 - kSelectorColumns) * kSelectors * 4;"));
         assert!(codes.contains("kSelectorColumns = 1;"));
         let (top_r, planes) = (
@@ -321,6 +322,12 @@ mod tests {
         }
     }
 
+    /// Pages of codes, of which so many are kept of 128 channels.
+    fn top_r(kept: usize) -> PackedKind {
+        let numbers = KeptNumbers::Int4;
+        PackedKind::TopR(TopR { kept, group: 1, channels: 128, numbers })
+    }
+
     #[test]
     fn a_stage_has_room_for_all_that_is_read_of_it() {
         for (kind, page_tokens, head_dim, bytes) in [
@@ -334,6 +341,10 @@ mod tests {
             (PackedKind::Planes(96), 64, 128, 6272),
             (PackedKind::Planes(96), 48, 128, 6272),
             (PackedKind::Planes(96), 16, 128, 6272),
+            (top_r(64), 64, 128, 6400),
+            (top_r(64), 48, 128, 5504),
+            (top_r(2), 48, 128, 4224),
+            (top_r(128), 16, 128, 4224),
         ] {
             let format = PackedFormat::new(kind, ScaleDtype::Bf16, page_tokens, head_dim)
                 .expect("sound sizes");
