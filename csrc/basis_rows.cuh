@@ -60,7 +60,7 @@ class BasisRows {
   }
 
   // Begins with the query heads of an item in the basis of its next pages.
-  __device__ void begin(const Heads& of, const Shared& sh) { part.begin(of, sh.turned); }
+  __device__ void begin(const Heads&, const Shared& sh) { part.begin(sh.turned); }
 
   // Takes in what the row sees of a page.
   __device__ void attend(const Heads&, const PackedRun& run, unsigned char* page) {

@@ -124,3 +124,14 @@ struct Codes {
 __device__ __forceinline__ uint32_t by_channels(uint32_t one, uint32_t other, int upper) {
   return permuted(one, other, upper == 0 ? 0x5140 : 0x7362);
 }
+
+// Of each of four channels the bytes of four tokens, by the four bytes of each token.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&channels)[4], const uint32_t (&x)[4]) {
+#pragma unroll
+  for (int upper = 0; upper < 2; ++upper) {
+    const uint32_t first = by_channels(x[0], x[1], upper);
+    const uint32_t second = by_channels(x[2], x[3], upper);
+    channels[2 * upper] = permuted(first, second, 0x5410);
+    channels[2 * upper + 1] = permuted(first, second, 0x7632);
+  }
+}

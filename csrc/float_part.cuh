@@ -27,7 +27,7 @@ class FloatPart {
       : vectors(params), p(params.attend), lane(threadIdx.x % 32) {}
 
   // Begins with queries in the basis of the next pages.
-  __device__ void begin(const Heads&, const TurnedBases<T, D>& turned) {
+  __device__ void begin(const TurnedBases<T, D>& turned) {
     vectors.begin(turned);
 #pragma unroll
     for (int k = 0; k < Vectors::kSteps; ++k) {
@@ -87,5 +87,5 @@ class FloatPart {
   const AttendParams& p;
   const int lane;
   float out[Vectors::kSteps][4];  // of queries lane % 4 · 2 and + 1, in the basis
-  Softmax<2> state;                  // of the same
+  Softmax<2> state;               // of the same
 };

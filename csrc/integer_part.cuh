@@ -33,7 +33,7 @@ class IntegerPart {
       : vectors(params), p(params.attend), lane(threadIdx.x % 32) {}
 
   // Begins with queries in the basis of the next pages.
-  __device__ void begin(const Heads&, const TurnedBases<T, D>& turned) {
+  __device__ void begin(const TurnedBases<T, D>& turned) {
     vectors.begin(turned);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {

@@ -149,7 +149,7 @@ class AttendPacked {
   }
 
   // Finds what each item reads, and lays the items' units end to end: in equal shares, or, where
-  // this takes hardly longer, so that no block has parts of two items.
+  // this takes no longer, so that no block has parts of two items.
   __device__ void lay_out() {
 #pragma unroll 1
     for (int i = threadIdx.x; i < items; i += kThreads) {

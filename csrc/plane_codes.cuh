@@ -56,7 +56,7 @@ class PlaneCodes {
     PlanePlaces of_keys, of_values;
     bool has_basis;
     float units[kPlanes][kQueries], inverses[kPlanes][kQueries];
-    float beside[kQueries];                  // what all keys score
+    float beside[kQueries];                 // what all keys score
     uint2 queries[kSteps][kMostTiles][32];  // B fragments of products: of lanes
   };
 
@@ -65,7 +65,7 @@ class PlaneCodes {
         page_tokens(static_cast<int>(params.attend.kv.page_tokens)),
         lane(threadIdx.x % 32) {}
 
-  // As those of TopRVectors.
+  // As those of TopRPages.
   __device__ void prepare(Shared& sh) { held = &sh; }
   __device__ bool has_basis() const { return held->has_basis; }
 
@@ -108,7 +108,6 @@ class PlaneCodes {
   }
 
   __device__ void begin(const TurnedBases<T, D>&) {}
-
   __device__ void open(unsigned char*) const {}
 
   // As TopRCodes, with flags of what is none.
@@ -222,11 +221,10 @@ class PlaneCodes {
     for (int step = 16; step > 0; step /= 2) halves += __shfl_xor_sync(~0u, halves, step);
 #pragma unroll
     for (int p = 0; p < kPlanes; ++p) {
-      // A query that is not finite has scores that are none.
-      const float most = __uint_as_float(__reduce_max_sync(~0u, largest[p]));
+      const QueryUnit unit(__reduce_max_sync(~0u, largest[p]));
       if (lane != 0) continue;
-      sh.inverses[p][head] = most < INFINITY ? inverse_unit(most) : 0.0f;
-      sh.units[p][head] = most < INFINITY ? unit_of(most) / bytes_of_step(p) : NAN;
+      sh.inverses[p][head] = unit.inverse;
+      sh.units[p][head] = unit.size / bytes_of_step(p);
     }
     if (lane == 0) sh.beside[head] = turned.of_queries[head] + halves;
   }
@@ -269,7 +267,7 @@ class PlaneCodes {
     static constexpr int value = kPlane;
   };
 
-  // Adds what a plane of 32 keys makes with the queries.
+  // Adds what a plane of 64 keys makes with the queries.
   template <int kPlane>
   __device__ __forceinline__ void score_plane(float (&s)[kTiles][kMasks][4],
                                               const unsigned char* page, int token,
@@ -381,22 +379,13 @@ class PlaneCodes {
   template <int kPlane>
   static __device__ __forceinline__ void channels_of(uint32_t (&channels)[4],
                                                      const uint32_t (&x)[4]) {
-    const uint32_t first = by_channels(x[0], x[1], 0), second = by_channels(x[2], x[3], 0);
-    const uint32_t low = permuted(first, second, 0x5410);
-    if constexpr (kPlane == 2) {
+    uint32_t rows[4];
+    transpose_bytes(rows, x);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) channels[e] = code_bytes<2>(low, e);
-      return;
-    }
-    const uint32_t high = permuted(first, second, 0x7632);
-    if constexpr (kPlane == 1) {
-      channels[0] = code_bytes<1>(low, 0), channels[1] = code_bytes<1>(low, 1);
-      channels[2] = code_bytes<1>(high, 0), channels[3] = code_bytes<1>(high, 1);
-    } else {
-      const uint32_t third = by_channels(x[0], x[1], 1), fourth = by_channels(x[2], x[3], 1);
-      channels[0] = signed_bytes(low), channels[1] = signed_bytes(high);
-      channels[2] = signed_bytes(permuted(third, fourth, 0x5410));
-      channels[3] = signed_bytes(permuted(third, fourth, 0x7632));
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (kPlane == 0) channels[e] = code_bytes<0>(rows[e], 0);
+      else if constexpr (kPlane == 1) channels[e] = code_bytes<1>(rows[e / 2], e % 2);
+      else channels[e] = code_bytes<2>(rows[0], e);
     }
   }
 };

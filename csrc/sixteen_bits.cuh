@@ -21,6 +21,19 @@ __device__ __forceinline__ float inverse_unit(float largest) {
 }
 __device__ __forceinline__ float unit_of(float largest) { return largest * (1 / kMostUnits); }
 
+// Of a query's numbers, by the bits of the largest. One that is not finite has scores that are
+// none.
+struct QueryUnit {
+  float inverse, size;
+
+  __device__ __forceinline__ explicit QueryUnit(uint32_t bits) {
+    const float largest = __uint_as_float(bits);
+    const bool finite = largest < INFINITY;
+    inverse = finite ? inverse_unit(largest) : 0.0f;
+    size = finite ? unit_of(largest) : NAN;
+  }
+};
+
 // A number in units, as its lowest two bytes, either of which is 128 too large.
 __device__ __forceinline__ uint32_t sixteen_bits(float x, float inverse) {
   constexpr float kWhole = 12582912;  // 1.5 · 2^23: above it floats are integers

@@ -185,17 +185,16 @@ class TopRCodes : public TopRPages<T, D, kWhole> {
     }
   }
 
-  // Leaves a query's sums of `values`, which are NaN where `beside` is, by channels.
-  __device__ void leave(const float (&out)[kRowTiles][2], float, float beside,
-                        float* to) const {
+  // Leaves a query's sums of `values`, which are NaN where `odd` is, by channels.
+  __device__ void leave(const float (&out)[kRowTiles][2], float, float odd, float* to) const {
 #pragma unroll
     for (int i = 0; i < kOfValue; ++i) {
-      to[kOfValue * (lane / 4) + i] = fmaf(kCode, out[i / 2][i % 2], beside);
+      to[kOfValue * (lane / 4) + i] = fmaf(kCode, out[i / 2][i % 2], odd);
     }
   }
 
  private:
-  static constexpr int kSteps = D / 32;   // products of bytes
+  static constexpr int kSteps = D / 32;    // products of bytes
   static constexpr float kCode = 0.0625f;  // what a byte counts for
 
   const int row_bits;  // of a vector's codes
@@ -219,17 +218,14 @@ class TopRCodes : public TopRPages<T, D, kWhole> {
     for (int step = 1; step < 4; step *= 2) {
       largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     }
-    // A query that is not finite has scores that are none.
-    const float most = __uint_as_float(largest);
-    const float inverse = most < INFINITY ? inverse_unit(most) : 0.0f;
-    const float unit = most < INFINITY ? kCode * unit_of(most) : NAN;
-    units[tile] = __shfl_sync(~0u, unit, lane % 4 * 8);
+    const QueryUnit unit(largest);
+    units[tile] = __shfl_sync(~0u, kCode * unit.size, lane % 4 * 8);
     offsets[tile] = turned.of_queries[kTileHeads * tile + lane % 4];
 #pragma unroll
     for (int i = 0; i < kOfKey; i += 4) {
       uint32_t four[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) four[e] = sixteen_bits(own[i + e], inverse);
+      for (int e = 0; e < 4; ++e) four[e] = sixteen_bits(own[i + e], unit.inverse);
       queries[tile][i / 8][i / 4 % 2] = bytes_of_four(four, lane / 4 % 2 == 0);
     }
   }
@@ -282,13 +278,11 @@ class TopRCodes : public TopRPages<T, D, kWhole> {
     }
 #pragma unroll
     for (int r = 0; r < kOfValue / 4; ++r) {
+      const uint32_t tokens[4] = {bytes[0][r], bytes[1][r], bytes[2][r], bytes[3][r]};
+      uint32_t four[4];
+      transpose_bytes(four, tokens);
 #pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const uint32_t first = by_channels(bytes[0][r], bytes[1][r], upper);
-        const uint32_t second = by_channels(bytes[2][r], bytes[3][r], upper);
-        channels[4 * r + 2 * upper] = permuted(first, second, 0x5410);
-        channels[4 * r + 2 * upper + 1] = permuted(first, second, 0x7632);
-      }
+      for (int e = 0; e < 4; ++e) channels[4 * r + e] = four[e];
     }
   }
 
