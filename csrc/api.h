@@ -162,8 +162,10 @@ struct WritePagesParams {
 struct PageBoundsParams {
   const void* cache;
   const int32_t* held;   // [held_count, 3]: block, begin, end
+  const int32_t* rows;   // [held_count]: rows of bounds that stand for blocks; null: their numbers
   void* bounds;          // f32 [pages, 3, head_dim]: min, max, mean; of keys [pages, 2, head_dim]
-  int64_t blocks;        // block numbers below this lie within cache and bounds
+  int64_t blocks;        // block numbers below this lie within the cache
+  int64_t described;     // rows that stand for blocks lie within bounds below this
   int64_t block_stride;  // from block number b to b + 1
   int64_t layer_offset;  // from a block to its first page of this layer
   int64_t head_stride;
@@ -433,7 +435,7 @@ static_assert(sizeof(AttendParams) == 232, "params.rs says 232 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");
-static_assert(sizeof(PageBoundsParams) == 88, "params.rs says 88 bytes");
+static_assert(sizeof(PageBoundsParams) == 104, "params.rs says 104 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");

@@ -99,13 +99,14 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
   const int32_t* row = p.held + int64_t{3} * (blockIdx.x / p.kv_heads);
   const uint32_t head = blockIdx.x % p.kv_heads;
   const int32_t block = row[0], begin = row[1], end = row[2];
-  if (block <= 0 || block >= p.blocks || begin < 0 || begin >= end ||
-      end > static_cast<int>(p.page_tokens)) {
+  const int32_t first = p.rows == nullptr ? block : p.rows[blockIdx.x / p.kv_heads];
+  if (block <= 0 || block >= p.blocks || first < 0 || first >= p.described || begin < 0 ||
+      begin >= end || end > static_cast<int>(p.page_tokens)) {
     return;
   }
   const T* page = static_cast<const T*>(p.cache) + block * p.block_stride + p.layer_offset +
                   head * p.head_stride;
-  const int64_t at = int64_t{block} + p.first_page + head;  // row of bounds
+  const int64_t at = int64_t{first} + p.first_page + head;  // row of bounds
   for (uint32_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
     float least = INFINITY, greatest = -INFINITY;
     double sum = 0.0;

@@ -31,9 +31,9 @@ from benchmarks.load import (
     told,
 )
 from benchmarks.vllm.found import say
-from benchmarks.vllm.model import MAPPED, options_named, written
+from benchmarks.vllm.model import FAR, MAPPED, options_named, written
 
-ENGINES = ("stock", "ours", "heads", "top_k", MAPPED)
+ENGINES = ("stock", "ours", "heads", "top_k", MAPPED, FAR)
 MODES = ("eager", "graphs", "compiled")
 """How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -48,8 +48,9 @@ class Task:
 
     `decodes`: batch and tokens before the step. `rate` in requests a second, 0 for what follows
     from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `pages` are
-    what heads of the engine `top_k` read in a decode step, `store` the bytes of segments that
-    `mapped` has, out of `memory` where it is given. `others` go to vLLM as they are.
+    what heads of the engines `top_k` and `far` read in a decode step, `store` the bytes of segments
+    that `mapped` has, out of `memory` where it is given, and `host` those of the host's memory that
+    `far` has. `others` go to vLLM as they are.
     """
 
     engine: str
@@ -71,6 +72,7 @@ class Task:
     long: int = 100_000
     pages: int = 64
     store: int = 0
+    host: int = 64 << 30
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -88,7 +90,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "compiled": {"compilation_config": graphs},
     }[task.mode]
     store = task.store if task.engine == MAPPED else 0
-    choice = options_named(task.engine, architecture, heads, store)
+    choice = options_named(task.engine, architecture, heads, store, task.host)
     memory = {"kv_cache_memory_bytes": task.memory - store} if task.memory else {}
     settings: dict[str, Any] = {
         "load_format": "dummy",
@@ -337,8 +339,9 @@ def main(words: list[str]) -> int:
     # A worker is told to pass prompts over by a function of ours.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(task.job == "decode"))
     with TemporaryDirectory() as folder:
-        pages = task.pages if task.engine == "top_k" else 0
-        JOBS[task.job](task, *written(Path(folder), task.model, task.layers, pages))
+        pages, far = task.pages if task.engine in ("top_k", FAR) else 0, task.engine == FAR
+        made = written(Path(folder), task.model, task.layers, pages, some_whole=far)
+        JOBS[task.job](task, *made)
     return 0
 
 

@@ -10,17 +10,22 @@ from typing import Any
 from benchmarks.device.models import MODELS
 from kvweave.adapters.vllm.serving import engine_options
 
-MAPPED, PACKED = "mapped", "packed"
-"""Engines with segments beside a head map, and in INT4 pages."""
+MAPPED, PACKED, FAR = "mapped", "packed", "far"
+"""Engines with segments beside a head map, and in INT4 pages; one with pages in host memory."""
+UNSTABLE_EVERY, RANKED_EVERY = 4, 16
+"""Of heads whose pages may lie there one in four reads all; others choose anew so many steps on."""
 SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
 """One KV head in eight keeps everything, the others a sink and a window."""
 
 
-def written(folder: Path, model: str, layers: int, pages: int = 0) -> tuple[Path, Path]:
+def written(
+    folder: Path, model: str, layers: int, pages: int = 0, *, some_whole: bool = False
+) -> tuple[Path, Path]:
     """A folder with the model's configuration alone, and a head class map of it.
 
     `layers` 0: all of the model's. The global head is another one from layer to layer. With `pages`
-    all heads keep everything and read so many pages in a decode step.
+    all heads keep everything and read so many pages in a decode step, or with `some_whole` all but
+    one in four, another one from layer to layer.
     """
     family, shape = MODELS[model]
     layers = layers or shape["num_hidden_layers"]
@@ -33,16 +38,25 @@ def written(folder: Path, model: str, layers: int, pages: int = 0) -> tuple[Path
     def is_global(layer: int, head: int) -> bool:
         return head % GLOBAL_EVERY == layer % min(GLOBAL_EVERY, kv_heads)
 
+    if pages and some_whole:
+
+        def pages_of(layer: int, head: int) -> int:
+            return 0 if head % UNSTABLE_EVERY == layer % UNSTABLE_EVERY else pages
+
+        return folder, write_ranked(folder, layers, kv_heads, pages_of, RANKED_EVERY)
     if pages:
         return folder, write_ranked(folder, layers, kv_heads, lambda *_: pages)
     path = write_heads(folder, layers, kv_heads, is_global, sink=SINK, recent=RECENT)
     return folder, path
 
 
-def options_named(engine: str, architecture: str, heads: Path | None, store: int) -> dict[str, Any]:
+def options_named(
+    engine: str, architecture: str, heads: Path | None, store: int, host: int = 0
+) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM` for an engine by its name in benchmarks.
 
-    `heads` is the map of those that have one, `store` the bytes of segments of those that do.
+    `heads` is the map of those that have one, `store` the bytes of segments of those that do, and
+    `host` those of the host's memory.
     """
     if engine == "stock":
         return {}
@@ -54,18 +68,23 @@ def options_named(engine: str, architecture: str, heads: Path | None, store: int
         "segments": kept,
         MAPPED: {**kept, **of_map},
         PACKED: {**kept, "segment_dtype": "int4"},
+        FAR: {**of_map, "virtual_pages": True, "host_bytes": host},
     }
     return engine_options(architecture, **options[engine])
 
 
 def write_ranked(
-    folder: Path, layers: int, kv_heads: int, pages_of: Callable[[int, int], int]
+    folder: Path,
+    layers: int,
+    kv_heads: int,
+    pages_of: Callable[[int, int], int],
+    every: int = 1,
 ) -> Path:
     """Writes `ranked.json`: heads (layer, head) read so many pages in a decode step, 0 for all."""
 
     def class_of(layer: int, head: int) -> dict[str, Any]:
         pages = pages_of(layer, head)
-        ranked = {"kind": "top_k", "pages": pages, "rerank_every": 1}
+        ranked = {"kind": "top_k", "pages": pages, "rerank_every": every}
         kind = ranked if pages else {"kind": "full"}
         return {"class": kind, "reach": "global", "stability": "stable"}
 

@@ -3,9 +3,10 @@
 Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
 `ours` its model on our attention backend, `heads` one with an eighth of global KV heads, and, where
 they are asked for, `top_k` one whose heads all read 64 pages in a decode step and `mapped` that of
-`heads` with a store of segments, an eighth of the KV memory. Results are printed as they come; FILE
-is a run for `python -m benchmarks.report.record FILE`, whose case follows from the mode and the
-jobs.
+`heads` with a store of segments, an eighth of the KV memory, and `far` one of whose heads a quarter
+read all and the others 64 pages, which may lie in the host's memory. Results are printed as they
+come; FILE is a run for `python -m benchmarks.report.record FILE`, whose case follows from the mode
+and the jobs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from benchmarks.report.record import of_device
 from benchmarks.vllm.engine import ENGINES, JOBS, MODES, Task
 from benchmarks.vllm.found import Found, lines
-from benchmarks.vllm.model import MAPPED
+from benchmarks.vllm.model import FAR, MAPPED
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
@@ -38,14 +39,16 @@ def case_of(mode: str, jobs: list[str], engines: Sequence[str] = (), ranks: int 
     """What a record calls a run: `vllm_load` where every job is of many requests at once.
 
     `vllm_top_k` is one of an engine whose heads choose, `vllm_mapped` one of an engine that has
-    segments beside a map, `vllm_mapped_ranks` of several ranks of it. Raises InvalidArgument for
-    jobs that are not recorded in this mode.
+    segments beside a map, `vllm_mapped_ranks` of several ranks of it, `vllm_far` one of an engine
+    over host memory. Raises InvalidArgument for jobs that are not recorded in this mode.
     """
     if ranks > 1:
         if mode == "graphs" and MAPPED in engines:
             return "vllm_mapped_ranks"
         text = f"ranks: a run has a record with mode graphs and {MAPPED}, got {mode}, {engines}"
         raise InvalidArgument(text, expected=f"mode graphs, engine {MAPPED}", got=mode)
+    if mode == "graphs" and FAR in engines:
+        return "vllm_far"
     if mode == "graphs" and "top_k" in engines:
         return "vllm_top_k"
     if mode == "graphs" and MAPPED in engines:

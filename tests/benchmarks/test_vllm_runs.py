@@ -39,6 +39,7 @@ def test_a_run_of_vllm_is_called_by_its_mode_and_jobs(capsys: pytest.CaptureFixt
     assert serve.case_of("graphs", ["throughput"]) == "vllm_load"
     assert serve.case_of("compiled", ["decode"]) == "vllm_compiled"
     assert serve.case_of("graphs", ["decode"], ["stock", "top_k"]) == "vllm_top_k"
+    assert serve.case_of("graphs", ["load"], ["stock", "far"]) == "vllm_far"
     assert serve.case_of("graphs", ["capacity"], ["stock", "mapped"]) == "vllm_mapped"
     assert serve.case_of("graphs", ["capacity"], ["mapped"], ranks=2) == "vllm_mapped_ranks"
     with pytest.raises(InvalidArgument, match="ranks: a run has a record with mode graphs"):

@@ -89,10 +89,15 @@ def page_score(queries: torch.Tensor, keys: torch.Tensor, score: str = "min-max"
 
 
 class PlainDecoding:
-    """A model's own decoding of one prompt, every head under its class, pages of `page` tokens."""
+    """A model's own decoding of one prompt, every head under its class, pages of `page` tokens.
 
-    def __init__(self, model: Any, kinds: list[dict[str, Any]], page: int) -> None:
-        self.model, self.kinds, self.page = model, kinds, page
+    `paced`: heads choose anew when a page begins, however often their class says.
+    """
+
+    def __init__(
+        self, model: Any, kinds: list[dict[str, Any]], page: int, *, paced: bool = False
+    ) -> None:
+        self.model, self.kinds, self.page, self.paced = model, kinds, page, paced
         self.chosen: dict[tuple[int, int], tuple[int, int, list[int]]] = {}
         self.cache: Any = None
 
@@ -179,7 +184,10 @@ class PlainDecoding:
         if count <= kind["pages"]:
             return causal
         since, listed, best = self.chosen.get((layer, head), (-math.inf, 0, []))
-        if total - since >= kind["rerank_every"]:
+        due = total - since >= kind["rerank_every"]
+        if self.paced:
+            due = not best or total % self.page == 1
+        if due:
             pages = key.split(self.page)
             score = kind.get("score", "min-max")
             scores = [page_score(query[:, 0], page, score) for page in pages]

@@ -65,6 +65,41 @@ def test_bounds_of_whole_blocks_are_those_of_each_of_their_layers(version, dtype
     assert (values[STEP : 2 * STEP] != POISON).all()
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_bounds_lie_where_rows_say(version, dtype) -> None:
+    """Elsewhere than their pages, and in another order; of a layer's heads too."""
+    generator = torch.Generator().manual_seed(4)
+    pages = torch.randn((BLOCKS + 1) * STEP, 2, PAGE, DIM, generator=generator).to(dtype)
+    at, held = torch.full((len(pages), 3, DIM), POISON), table((3, 0, PAGE), (1, 2, 3))
+    moved, listed = torch.full((3 * STEP, 3, DIM), POISON), np.array([STEP + 1, 0], np.int32)
+    version.bound_pages(pages, ops.PageBounds(at, held), pages=STEP)
+    version.bound_pages(pages, ops.PageBounds(moved, held, listed), pages=STEP)
+    wanted = torch.full_like(moved, POISON)
+    wanted[STEP + 1 : 2 * STEP + 1], wanted[:STEP] = at[3 * STEP : 4 * STEP], at[STEP : 2 * STEP]
+    same(moved, wanted)
+
+
+ROWS = {
+    "negative": ([-1, STEP], "rows of bounds: expected at least 0, got -1"),
+    "near": ([0, STEP - 1], "rows of bounds: expected 6 apart"),
+    "few": ([0], "rows"),
+    "beyond": ([0, 2 * STEP + 1], "bounds: expected those of at least"),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("version", [version for version in RUNNABLE if not version.tables_there])
+def test_rows_that_bounds_cannot_have_are_refused(version, rows: str) -> None:
+    pages, _ = empty()
+    values, held = torch.full((3 * STEP, 3, DIM), POISON), table((3, 0, PAGE), (1, 2, 3))
+    listed, words = ROWS[rows]
+    bounds = ops.PageBounds(values, held, np.array(listed, np.int32))
+    with pytest.raises(InvalidArgument, match=words):
+        version.bound_pages(pages, bounds, pages=STEP)
+    assert (values == POISON).all()
+
+
 def test_bounds_of_blocks_with_another_number_of_pages_are_refused() -> None:
     pages, values = empty()
     with pytest.raises(InvalidArgument, match="expected"):

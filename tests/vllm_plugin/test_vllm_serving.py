@@ -189,7 +189,7 @@ def test_a_map_is_held_to_the_model_before_an_engine_is_started(model: Path) -> 
         ("mixed", (WINDOW, TOP_K), LAYERS, (), "full and top_k, or full and window"),
         ("few", ({**TOP_K, "pages": 2},), LAYERS, (), "at least 3, which are always read"),
         ("ranks", (WINDOW,), LAYERS, ("--ranks", 3), "3 ranks"),
-        ("chosen", (TOP_K,), LAYERS, ("--virtual-pages",), "full and window, got top_k"),
+        ("chosen", ({**TOP_K, "pages": 2}, WINDOW), LAYERS, ("--virtual-pages",), "at least 3"),
     ):
         path = map_file(model / f"{name}.json", *heads, layers=layers)
         code, said = ran(model, "--heads", path, *words)
@@ -201,7 +201,7 @@ def test_a_map_is_held_to_the_model_before_an_engine_is_started(model: Path) -> 
     served = {
         "window": ((WINDOW,), ()),
         "several": ((WINDOW, WIDER), ()),
-        "in pages": ((WINDOW, WIDER), ("--virtual-pages",)),
+        "in pages": ((WINDOW, WIDER, TOP_K), ("--virtual-pages", "--host-gib", 1)),
         "chosen": ((TOP_K, TOP_K), ("--ranks", 2)),
         "halves": ((WINDOW, WINDOW), ("--ranks", 2)),
     }

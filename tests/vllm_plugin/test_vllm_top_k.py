@@ -154,7 +154,7 @@ class Case:
 
     def read(self, choice: StepChoice, layer: int, positions: torch.Tensor) -> torch.Tensor:
         offsets = choice.rank(layer, self.q, self.bounds, self.paged)
-        read = choice.read_by(self.paged)
+        read = choice.read_by(layer, self.paged)
         out, _ = ops.attend_decode(self.q, positions, choice.entries, read, entry_offsets=offsets)
         return out
 

@@ -83,9 +83,11 @@ def test_what_is_charged_suffices(layout: PageLayout, tokens: int, in_flight: in
     assert pages - 1 >= -(-tokens // P)
 
 
-def test_heads_of_another_kind_are_refused() -> None:
-    with pytest.raises(Unsupported, match="expected full and window, got top_k"):
-        layout_of([[{"kind": "top_k"}]], P)
+def test_heads_that_choose_are_classes_of_their_own() -> None:
+    top_k = [{"kind": "top_k", "pages": pages} for pages in (4, 6)]
+    layout = layout_of([[FULL, *top_k, top_k[0]]], P)
+    assert layout.spans == (AttentionSpan(),) * 3
+    assert (layout.budgets, layout.of_head) == ((0, 4, 6), ((0, 1, 2, 1),))
 
 
 class Scheduler:
@@ -103,7 +105,7 @@ class Scheduler:
         pages = self.requests[name]
         fresh = -(-(self.computed[name] + tokens) // P) - len(pages)
         self.residency.advance(name, pages, self.computed[name], self.findable.__contains__)
-        room = self.residency.has_room(fresh, [])
+        room = not self.residency.lacking(fresh, [])
         if not room or fresh > len(self.free):
             return False
         taken = [self.free.pop() for _ in range(fresh)]
@@ -189,7 +191,7 @@ def test_a_request_that_is_alone_always_fits(
         hit = [page for page in whole if page in scheduler.findable]
         hit = hit[: scheduler.residency.longest_hit(hit)] if hit == whole else []
         tokens = data.draw(st.integers(max(len(hit) * P, 1), most))
-        assert scheduler.residency.has_room_in_time(tokens, chunk, hit)
+        assert not scheduler.residency.lacking_in_time(tokens, chunk, hit)
         name = scheduler.start(hit)
         while scheduler.computed[name] < tokens:
             rows = min(chunk, tokens - scheduler.computed[name])

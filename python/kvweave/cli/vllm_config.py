@@ -30,6 +30,10 @@ def vllm_config(
     virtual_pages: Annotated[
         bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
     ] = False,
+    host_gib: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Of virtual pages: GiB of hosts for heads that choose."),
+    ] = None,
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Of a head map too: what its heads hold.")
     ] = False,
@@ -61,6 +65,7 @@ def vllm_config(
         raise InvalidArgument(text, expected="segments-gib", got="none")
     sizes = {
         "segment_bytes": _bytes("segments-gib", segments_gib),
+        "host_bytes": _bytes("host-gib", host_gib),
         "store_bytes": _bytes("store-gib", store_gib),
         "store_quota_bytes": _bytes("store-quota-gib", store_quota_gib),
     }

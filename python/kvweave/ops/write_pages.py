@@ -33,10 +33,14 @@ class PageBounds:
     Every block at most once, never the null block, at least one slot. NaN in an element of any of
     the keys makes its bounds NaN. On CUDA `values` of a cache of 16 bits may also be [pages, 2, D]
     of its dtype: the least and the greatest alone, which are exact, as `score_pages` takes them.
+
+    `rows` i32 [N]: where bounds lie elsewhere than pages, of each held block the row that stands
+    for its number; those of different blocks do not overlap.
     """
 
     values: torch.Tensor
     held: Table
+    rows: Table | None = None
 
 
 @needs_memory("write_pages")
@@ -86,13 +90,14 @@ def _write(
     device = cuda_device("cache", cache, backend)
     k, v = rows
     if device is None:
-        named = None if bounds is None else (bounds.values, bounds.held)
+        named = None if bounds is None else (bounds.values, bounds.held, bounds.rows)
         reference = backend == "reference"
         _native.write_pages(cache, layer, k, v, slots, reach, named, kv_scales, reference)
         return
-    held = {} if bounds is None else {"held": bounds.held}
-    tables = on_device(device, slots=slots, **held)
-    there = None if bounds is None else (bounds.values, tables["held"])
+    of_bounds = {} if bounds is None else {"held": bounds.held, "rows": bounds.rows}
+    known = {name: table for name, table in of_bounds.items() if table is not None}
+    tables = on_device(device, slots=slots, **known)
+    there = None if bounds is None else (bounds.values, tables["held"], tables.get("rows"))
     given = (cache, layer, k, v, tables["slots"], reach, there, kv_scales)
     _native.write_pages_cuda(*given, stream_of(device))
 
@@ -110,8 +115,9 @@ def bound_pages(
 
     A block has `pages` pages, of all layers and KV heads, or of those of a head group: the bounds
     of its page r are row block + r of `bounds.values`, where `score_pages` looks for them with a
-    `reach` too. So one call after a step or a prefill brings up to date what all layers wrote. On
-    CUDA this is one launch; with `held` there it may be captured, and rows of block 0 or −1 say
+    `reach` too, or with `bounds.rows` those of the block + r. So one call after a step or a prefill
+    brings up to date what all layers wrote. On CUDA this is one launch; with `held` there it may be
+    captured, and rows of block 0 or −1 say
     that nothing was filled.
     """
     arena = cache if isinstance(cache, torch.Tensor) else from_dlpack(cache)

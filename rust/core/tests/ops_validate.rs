@@ -420,7 +420,7 @@ fn heads_are_written_in_pages_of_their_own() {
 fn a_reach_and_its_slots_belong_together() {
     let mut bounds = vec![0.0f32; 8 * 3 * D];
     let mut refusal = |tables: usize, heads: &[[i32; 4]], slots: &[[i32; 2]], bounded: bool| {
-        let bounds = bounded.then(|| PageBounds { values: &mut bounds, held: &[] });
+        let bounds = bounded.then(|| PageBounds { values: &mut bounds, held: &[], rows: None });
         let error = write_reached(Reach { tables, heads }, slots, bounds).expect_err("a refusal");
         (error.kind(), error.what())
     };

@@ -39,16 +39,17 @@ fn update_bounds<C: Element>(
     geometry: &PageGeometry,
     layer: usize,
     scale: f32,
-    PageBounds { values, held }: PageBounds<'_>,
+    PageBounds { values, held, rows }: PageBounds<'_>,
 ) {
     let (dim, row) = (geometry.head_dim, PageBounds::row_len(geometry.head_dim));
     let values = Disjoint::new(values);
-    held.par_iter().for_each(|&[block, begin, end]| {
+    held.par_iter().enumerate().for_each(|(i, &[block, begin, end])| {
         let block = block as usize;
         let (mut key, mut sums) = (vec![0.0; dim], vec![0.0; dim]);
         for head in 0..geometry.kv_heads {
-            let page = block + layer * geometry.kv_heads + head;
-            // SAFETY: `validate` proved that different (block, layer, head) are different pages.
+            let first = PageBounds::first_row(held, rows, i);
+            let page = first + layer * geometry.kv_heads + head;
+            // SAFETY: `validate` proved that different (block, layer, head) have different rows.
             let bounds = unsafe { values.piece(page * row, row) };
             let (least, rest) = bounds.split_at_mut(dim);
             let (greatest, mean) = rest.split_at_mut(dim);

@@ -211,10 +211,14 @@ pub(crate) struct PageBoundsParams {
     pub(crate) cache: u64,
     /// i32 [N, 3].
     pub(crate) held: u64,
+    /// i32 [N], or 0: the numbers of blocks.
+    pub(crate) rows: u64,
     /// f32 [pages, 3, head_dim], or of keys [pages, 2, head_dim].
     pub(crate) bounds: u64,
-    /// Block numbers below this lie within cache and bounds.
+    /// Block numbers below this lie within the cache.
     pub(crate) blocks: i64,
+    /// Rows that stand for blocks lie within bounds below this.
+    pub(crate) described: i64,
     pub(crate) block_stride: i64,
     pub(crate) layer_offset: i64,
     pub(crate) head_stride: i64,
@@ -427,7 +431,7 @@ const _: () = assert!(size_of::<AttendParams>() == 232);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);
 const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 144);
-const _: () = assert!(size_of::<PageBoundsParams>() == 88);
+const _: () = assert!(size_of::<PageBoundsParams>() == 104);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);

@@ -59,6 +59,8 @@ pub struct BoundsLaunch {
     pub keys: bool,
     /// i32 [N, 3], contiguous.
     pub held: DeviceTensor,
+    /// i32 [N]: the row that stands for each block's number; None: the number itself.
+    pub rows: Option<DeviceTensor>,
     /// N.
     pub held_count: usize,
 }
@@ -192,6 +194,7 @@ fn bounds_params_of(
 ) -> Result<PageBoundsParams, CudaError> {
     let geometry = &call.geometry;
     bounds.held.expect("held", 3 * bounds.held_count)?;
+    bounds.rows.map_or(Ok(()), |rows| rows.expect("rows", bounds.held_count))?;
     let first_page = call.layer * geometry.kv_heads;
     let vectors = if bounds.keys { 2 } else { 3 };
     let rows = bounds.values.len / (vectors * geometry.head_dim).max(1);
@@ -200,8 +203,10 @@ fn bounds_params_of(
     Ok(PageBoundsParams {
         cache: call.cache.address,
         held: bounds.held.address,
+        rows: bounds.rows.map_or(0, |rows| rows.address),
         bounds: bounds.values.address,
-        blocks: within.min(long("bounds", described)?),
+        blocks: within,
+        described: long("bounds", described)?,
         block_stride: long("block_stride", geometry.block_stride)?,
         layer_offset: long("layer_stride", call.layer * geometry.layer_stride)?,
         head_stride: long("head_stride", geometry.head_stride)?,
@@ -265,8 +270,9 @@ mod tests {
         let bounds = |pages: usize| {
             let values = DeviceTensor { address: 0, len: pages * 3 * 64 };
             let held = DeviceTensor { address: 0, len: 3 };
-            let of = |keys| BoundsLaunch { values, keys, held, held_count: 1 };
-            let blocks = |keys| bounds_params_of(&call, &of(keys)).map(|params| params.blocks);
+            let of = |keys| BoundsLaunch { values, keys, held, rows: None, held_count: 1 };
+            let of = |keys| bounds_params_of(&call, &of(keys));
+            let blocks = |keys| of(keys).map(|params| params.blocks.min(params.described));
             (blocks(false), blocks(true))
         };
         assert_eq!([40, 50, 10, 3, 0].map(|pages| bounds(pages).0), [37, 37, 7, 0, 0].map(Ok));

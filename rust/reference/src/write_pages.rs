@@ -30,12 +30,13 @@ fn update_bounds<C: Element>(
     geometry: &PageGeometry,
     layer: usize,
     scale: f32,
-    PageBounds { values, held }: PageBounds<'_>,
+    PageBounds { values, held, rows }: PageBounds<'_>,
 ) {
     let dim = geometry.head_dim;
-    for &[block, begin, end] in held {
+    for (i, &[block, begin, end]) in held.iter().enumerate() {
         for head in 0..geometry.kv_heads {
-            let page = block as usize + layer * geometry.kv_heads + head;
+            let first = PageBounds::first_row(held, rows, i);
+            let page = first + layer * geometry.kv_heads + head;
             for d in 0..dim {
                 let element = |slot| geometry.key_offset(block as usize, layer, head, slot) + d;
                 let keys: Vec<f64> = (begin as usize..end as usize)

@@ -215,7 +215,7 @@ fn bounds_of_a_page_by_hand() {
         values: nothing,
         slots: &[],
         reach: None,
-        bounds: Some(PageBounds { values: &mut values, held: &[[8, 2, 5]] }),
+        bounds: Some(PageBounds { values: &mut values, held: &[[8, 2, 5]], rows: None }),
     })
     .expect("valid params");
     let (first, second) = (8 + 2, 8 + 3);
@@ -379,7 +379,7 @@ fn scales_of_an_fp8_cache_by_hand() {
         values: HeadRows::contiguous(&rows, 1, 2, D),
         slots: &[[8, 3]],
         reach: None,
-        bounds: Some(PageBounds { values: &mut bounds, held: &[[8, 3, 4]] }),
+        bounds: Some(PageBounds { values: &mut bounds, held: &[[8, 3, 4]], rows: None }),
     })
     .expect("valid params");
     let at = page(8, 1) + 3 * D;

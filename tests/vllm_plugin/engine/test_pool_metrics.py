@@ -154,14 +154,18 @@ def test_reports_add_up_but_for_bytes() -> None:
     labels, config = {"model_name": "m", "engine": "0"}, SimpleNamespace(kv_transfer_config=None)
     metrics = PoolMetrics(config, TYPES, list(labels), {0: list(labels.values())})
     report = {"bytes": [["full", "held", 64]], "given_back": {"w": 3}, "stalls": {"waited": 1}}
-    later = {"bytes": [], "given_back": {"w": 4}, "stalls": {}}
+    report |= {"host": [["top-k", "held", 8]], "spilled": 5}
+    later = {"bytes": [], "given_back": {"w": 4}, "stalls": {}, "host": [], "spilled": 2}
     both = KvweaveHeads.build_kv_connector_stats(dict(report)).aggregate(PoolStats(later))
-    assert both.data == {**report, "given_back": {"w": 7}}
+    assert both.data == {**report, "given_back": {"w": 7}, "spilled": 7}
     assert not both.is_empty()
-    assert both.reduce() == {"KV bytes full held": 64, "Requests that waited": 1}
+    said = {"KV bytes full held": 64, "KV bytes of hosts top-k held": 8, "Requests that waited": 1}
+    assert both.reduce() == said
     assert KvweaveHeads.build_kv_connector_stats().is_empty()
     for data in (report, later, {**later, "bytes": [["full", "held", 16]]}):
         metrics.observe(data)
     assert shown("kv_bytes", group="full", state="held", tier="device") == 16
+    assert shown("kv_bytes", group="top-k", state="held", tier="host") == 8
+    assert shown("spilled_bytes_total") == 9
     assert shown("given_back_bytes_total", group="w") == 11
     assert shown("stalls_total", kind="waited") == 1

@@ -39,9 +39,12 @@ def written(folder: Path, kinds: list[dict[str, Any]]) -> Path:
     return path
 
 
-def defined(family: str, kinds: list[dict[str, Any]], given: Any, count: int) -> Answer:
+def defined(
+    family: str, kinds: list[dict[str, Any]], given: Any, count: int, *, paced: bool = False
+) -> Answer:
     """What transformers' own decoding says: the prompt reads all, steps what they rank first."""
-    plain = PlainDecoding(tiny(family, **CHANGES, sliding_window=None), kinds, PAGE)
+    model = tiny(family, **CHANGES, sliding_window=None)
+    plain = PlainDecoding(model, kinds, PAGE, paced=paced)
     fed, tokens, logprobs = list(given["prompt_token_ids"]), list[int](), list[float]()
     for _ in range(count):
         with torch.no_grad():

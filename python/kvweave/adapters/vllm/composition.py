@@ -2,7 +2,7 @@
 
 Every refusal of a pair, of two parts of the plugin or of a part and a setting of vLLM, is a row
 here. What a part asks of a setting that it goes with (sizes of blocks, kinds of heads) it checks
-itself.
+itself. Windows and top-k heads of virtual pages are these pages' own.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
     },
     TOP_K: {
         HEADS: _KINDS,
-        PAGES: "bounds are of vLLM's blocks, which say nothing of places there",
         "pipeline_parallel_size": _STAGES,
         "context parallelism": _CONTEXT,
         "quantization": _WEIGHTS,
@@ -124,7 +123,6 @@ NOT_BESIDE: dict[str, dict[str, str]] = {
         "attention_chunk_size": _LOCAL,
     },
     PAGES: {
-        TOP_K: "bounds are of vLLM's blocks, which say nothing of places there",
         SEGMENTS: _PLACES,
         PACKED: _PLACES,
         FOLDER: _PLACES,

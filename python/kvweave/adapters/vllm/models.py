@@ -40,7 +40,11 @@ from kvweave.adapters.vllm.segments.model import (
 from kvweave.adapters.vllm.start_line import log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
-from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
+from kvweave.adapters.vllm.virtual_pages.model import (
+    budgets_for_pages,
+    layout_for,
+    use_virtual_pages,
+)
 from kvweave.errors import InvalidArgument
 
 DIGEST = "kvweave_digest"
@@ -58,7 +62,8 @@ class _KvweaveModel:
         classes = _classes_of(vllm_config, options)
         check_together(_parts_of(options, classes), vllm_config)
         if options.virtual_pages:
-            self.layout = layout_for(vllm_config, classes)
+            self.layout = layout_for(vllm_config, classes, options.host_bytes)
+            self.budgets = budgets_for_pages(vllm_config, classes)
         elif classes is not None and has_top_k(classes):
             self.budgets = budgets_for(vllm_config, classes)
         elif classes is not None:
@@ -69,10 +74,10 @@ class _KvweaveModel:
         model: Any = self
         if self.split is not None:
             split_model(model, self.split, vllm_config, reusing=reusing)
+        elif self.layout is not None:
+            use_virtual_pages(model, self.layout, vllm_config, self.budgets)
         elif self.budgets is not None:
             use_top_k(model, self.budgets, vllm_config, reusing=reusing)
-        elif self.layout is not None:
-            use_virtual_pages(model, self.layout, vllm_config)
         elif reusing:
             guard_model(model, vllm_config)
         if reusing:
@@ -125,11 +130,11 @@ def _classes_of(config: VllmConfig, options: Options) -> list[list[HeadClass]] |
 
 
 def _parts_of(options: Options, classes: list[list[HeadClass]] | None) -> list[str]:
-    """Which parts of the plugin an engine uses; windows in virtual pages are these pages' own."""
+    """Which parts of the plugin an engine uses; what heads read of virtual pages is their own."""
     kinds = {head["kind"] for layer in classes or [] for head in layer}
     used = {
         HEADS: "window" in kinds and not options.virtual_pages,
-        TOP_K: "top_k" in kinds,
+        TOP_K: "top_k" in kinds and not options.virtual_pages,
         PAGES: options.virtual_pages,
         SEGMENTS: options.segment_bytes is not None,
         PACKED: options.segment_dtype is not None,

@@ -27,12 +27,14 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
     "store_reads": (str, "faster or always"),
+    "host_bytes": (int, "bytes"),
     "virtual_pages": ({"1": True, "true": True, "0": False, "false": False}.__getitem__, "1 or 0"),
 }
 """The options; how the text of a variable is read, and what is expected."""
 BESIDE = {
     **dict.fromkeys(("store", "segment_dtype"), "segment_bytes"),
     **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads"), "store"),
+    "host_bytes": "virtual_pages",
 }
 """Options that say nothing without another one."""
 VARIABLES = {name: f"KVWEAVE_{name.upper()}" for name in TEXTS}
@@ -45,7 +47,8 @@ class Options:
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
     `frozen_share` of it may be frozen by a knowledge base, and `segment_dtype`, int4 or int8, is
     what its pages are packed in; None: they are exact. `virtual_pages`: vLLM's block numbers
-    are virtual pages (vLLM 0.33).
+    are virtual pages (vLLM 0.33), and `host_bytes` of the host's memory have room for pages of
+    heads that choose few, for each worker; None: all pages stay on the device.
 
     `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
     `store_bytes` there, of which a namespace may have `store_quota_bytes`. None: no bound.
@@ -57,6 +60,7 @@ class Options:
     frozen_share: float = 0.5
     segment_dtype: PackedKind | None = None
     virtual_pages: bool = False
+    host_bytes: int | None = None
     # No graph depends on these.
     store: Path | None = field(default=None, repr=False)
     store_bytes: int | None = field(default=None, repr=False)
@@ -86,12 +90,12 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     for name in ("heads", "store"):
         path = given.get(name)
         _require(where[name], path is None or _is_path(path), "a path", path)
-    for name in ("segment_bytes", "store_bytes", "store_quota_bytes"):
+    for name in ("segment_bytes", "store_bytes", "store_quota_bytes", "host_bytes"):
         size = given.get(name)
         counts = isinstance(size, int) and not isinstance(size, bool) and size >= 1
         _require(where[name], size is None or counts, "bytes, at least 1", size)
     for name, beside in BESIDE.items():
-        alone = given.get(name) is not None and given.get(beside) is None
+        alone = given.get(name) is not None and not given.get(beside)
         _require(where[name], not alone, f"it beside {beside}", given.get(name))
     share = given.get("frozen_share", 0.5)
     in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1

@@ -44,11 +44,12 @@ from kvweave.runner.decode.chosen_step import (
     ChosenRoom,
     ChosenStep,
 )
-from kvweave.runner.decode.host_slots import Failures, HostSlots
+from kvweave.runner.decode.host_slots import HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
 from kvweave.runner.decode.late_pages import SIDES, LatePages, LateRoom
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.decode.slot_room import Failures
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget

@@ -195,7 +195,8 @@ class ChosenTables:
         )
         entries = entries.view(*rows, 5)
         if room.host is not None:
-            room.host.bring(choice.ranks, ranking.brought, chosen.view(rows), entries)
+            some = room.host.of(ranking.brought)
+            room.host.bring(choice.ranks, some, chosen.view(rows), entries)
         if room.late is not None:
             room.late.note(choice.ranks, ranking.lists, chosen.view(rows))
         to = room.chosen[:, choice.ranks[0] : choice.ranks[1], : room.budget.pages]

@@ -15,43 +15,28 @@ filled it, also of requests that are never spilled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
-from kvweave.ops import Recycled, RowPages
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.decode.slot_room import Failures, SlotRoom
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import Arrival, HostPool
 from kvweave.runner.kv.tables import Int32, send
 
 _FEWEST_PAGES = 64
 
-Failures = dict[int, TransferFailed]
-"""By row of a request, what failed of it alone."""
-
 
 @dataclass(frozen=True, eq=False)
-class HostRoom:
-    """What lies on the device for R rows of requests and one that is nobody's, of one head group.
-
-    `held` i32 [R + 1, heads, S]: the page that each slot of a head holds, −1 for none. `slots` i32
-    [R + 1, S]: where they begin in the arena. `home` i32 [R + 1, W]: where pages begin in host
-    memory. `spilled` i32 [R + 1]: how many of a request lie there, its first ones. `failures`: by
-    row why what was chosen of a request could not be brought; what the row reads is spoiled then.
-    """
+class HostRoom(SlotRoom):
+    """As `SlotRoom`, of one head group whose pages lie in `pool`."""
 
     pool: HostPool
-    held: torch.Tensor
-    slots: torch.Tensor
-    home: torch.Tensor
-    spilled: torch.Tensor
-    failures: Failures = field(default_factory=dict)
 
     @staticmethod
     def made(pool: HostPool, rows: int, pages: int, failures: Failures | None = None) -> HostRoom:
@@ -80,29 +65,6 @@ class HostRoom:
         ):
             mine[:rows] = its[:rows]
 
-    def bring(
-        self,
-        ranks: tuple[int, int],
-        rows: torch.Tensor,
-        chosen: torch.Tensor,
-        entries: torch.Tensor,
-    ) -> None:
-        """Brings what some heads of B requests have chosen into slots, and has entries name these.
-
-        `ranks`: those of the heads' pages, from and to. rows i64 [B]: of the requests, the last one
-        for those who have chosen nothing. chosen i32 [B, heads, K]: pages, −1 behind them. entries
-        i32 [B, heads, K, 5] are of these, and changed in place.
-        """
-        heads = ranks[1] - ranks[0]
-        of_heads = self.held[:, ranks[0] : ranks[1]]
-        held = of_heads.index_select(0, rows)
-        recycled = self._recycled(chosen, held, self.spilled.index_select(0, rows))
-        of_heads.index_copy_(0, rows, held)
-        here, there = self._sides(rows, ranks)
-        failed = self.pool.fetch(recycled.moves, recycled.count, here, there, heads)
-        self.failures.update({int(rows[number]): error for number, error in failed.items()})
-        self._name(rows, recycled.places.view(chosen.shape), entries)
-
     def bring_late(
         self, rows: Int32, before: Int32, chosen: torch.Tensor, entries: torch.Tensor
     ) -> tuple[torch.Tensor, Arrival]:
@@ -117,42 +79,18 @@ class HostRoom:
         index = torch.as_tensor(at_rows).long()
         held = self.held.index_select(0, index)
         old, lay = held.clone(), torch.as_tensor(known)
-        coming = self._recycled(chosen, held, lay)
-        gone = self._recycled(chosen, held, self.spilled.index_select(0, index))
+        coming, some = self._recycled(chosen, held, lay), self.of(index)
+        gone = self._recycled(chosen, held, some.spilled)
         self.held.index_copy_(0, index, held)
-        here, there = self._sides(index, (0, heads))
+        here, there = self._sides(some, (0, heads))
         failed = self.pool.fetch(gone.moves, gone.count, here, there, heads)
         arrival, others = self.pool.fetch_late(coming.moves, coming.count, here, there, heads)
         for number, error in {**failed, **others}.items():
             self.failures[int(rows[number])] = error
         at = gone.places.view(chosen.shape)
-        self._name(index, at, entries)
+        self._name(some, at, entries)
         there_before = old.gather(2, at.clamp_min(0).long()) == chosen
         return (at >= 0) & (chosen < lay[:, None, None]) & ~there_before, arrival
-
-    def _recycled(self, chosen: torch.Tensor, held: torch.Tensor, away: torch.Tensor) -> Recycled:
-        """Slots for pages of the first so many `away` [B] that are chosen; `held` says which."""
-        # They ascend, so that those come first.
-        some = (chosen >= 0) & (chosen < away[:, None, None])
-        return ops.recycle_pages(
-            chosen.flatten(0, 1),
-            some.sum(-1, dtype=torch.int32).flatten(),
-            held.view(-1, held.shape[-1]),
-            limit=self.home.shape[1],
-        )
-
-    def _sides(self, rows: torch.Tensor, ranks: tuple[int, int]) -> tuple[RowPages, RowPages]:
-        """The slots and the pages at home of some heads of requests."""
-        slots, home = self.slots.index_select(0, rows), self.home.index_select(0, rows)
-        heads = ranks[1] - ranks[0]
-        here = RowPages(self.pool.arena, slots + ranks[0], heads)
-        return here, self.pool.at(home + ranks[0], heads)
-
-    def _name(self, rows: torch.Tensor, at: torch.Tensor, entries: torch.Tensor) -> None:
-        """Has entries [B, heads, K, 5] name the slots `at` [B, heads, K], where these are any."""
-        slots = self.slots.index_select(0, rows)[:, None].expand(-1, at.shape[1], -1)
-        named = slots.gather(2, at.clamp_min(0).long())
-        entries[..., 0] = torch.where(at >= 0, named, entries[..., 0])
 
 
 class HostSlots:

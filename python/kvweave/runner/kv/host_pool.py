@@ -114,9 +114,13 @@ class HostPool:
         """All pages here, [pages, 2, P, D]."""
         return self.home.pages
 
-    def at(self, blocks: Table, ranks: int) -> RowPages:
-        """Pages here by the numbers that rows give them: see `RowPages`."""
-        return RowPages(self.pages, blocks, ranks, self.scales)
+    def at(self, blocks: Table, ranks: int, first: int = 0) -> RowPages:
+        """Pages here by the numbers that rows give them: see `RowPages`.
+
+        `first`: the rank of the first row's pages in a block.
+        """
+        scales = None if self.scales is None else self.scales[first:]
+        return RowPages(self.pages[first:], blocks, ranks, scales)
 
     @property
     def pinned(self) -> bool:

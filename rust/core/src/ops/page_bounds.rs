@@ -1,6 +1,6 @@
 //! Summaries of pages by which a decode step chooses what to read.
 
-use super::error::{OpError, OpErrorKind, ensure};
+use super::error::{OpError, OpErrorKind, ensure, ensure_len};
 use super::geometry::PageGeometry;
 
 /// Least, greatest and mean key of a page, element by element: what min–max scores (FlexiCache,
@@ -22,9 +22,18 @@ pub struct PageBounds<'a> {
     /// Rows `[block, begin, end]`: slots `[begin, end)` hold tokens, at least one. Every block at
     /// most once, never the null block.
     pub held: &'a [[i32; 3]],
+    /// Where bounds lie elsewhere than their pages: of each held block the row that stands for its
+    /// number. Rows of different blocks do not overlap.
+    pub rows: Option<&'a [i32]>,
 }
 
 impl PageBounds<'_> {
+    /// What stands for the number of the held block `i` among rows of bounds.
+    #[must_use]
+    pub fn first_row(held: &[[i32; 3]], rows: Option<&[i32]>, i: usize) -> usize {
+        rows.map_or(held[i][0], |rows| rows[i]) as usize
+    }
+
     /// Elements of one page's bounds.
     #[must_use]
     pub fn row_len(head_dim: usize) -> usize {
@@ -38,7 +47,7 @@ impl PageBounds<'_> {
 /// # Errors
 /// An [`OpError`] that names the argument.
 pub fn validate_bounds(
-    held: &[[i32; 3]],
+    (held, rows): (&[[i32; 3]], Option<&[i32]>),
     geometry: &PageGeometry,
     layer: usize,
     cache_len: usize,
@@ -73,10 +82,24 @@ pub fn validate_bounds(
     }
     let Some(&last) = blocks.last() else { return Ok(()) };
     geometry.check_inside(last as usize, layer, cache_len)?;
+    geometry.check_disjoint(&blocks)?;
+    let last = rows.map_or(Ok(last), |rows| last_row(rows, held.len(), kv_heads))?;
     let before = layer.checked_add(1).and_then(|layers| layers.checked_mul(kv_heads));
     let pages = before.map_or(usize::MAX, |before| before.saturating_add(last as usize));
     ensure(pages <= values_len / row, OpErrorKind::OutOfRange, "bounds", || {
         (format!("those of at least {pages} pages"), values_len / row)
+    })
+}
+
+/// The last of `rows`, which have to be one for each held block, and as far apart as its heads.
+fn last_row(rows: &[i32], held: usize, kv_heads: usize) -> Result<i32, OpError> {
+    ensure_len("rows of bounds", held, rows.len())?;
+    let mut rows = rows.to_vec();
+    rows.sort_unstable();
+    ensure(rows[0] >= 0, OpErrorKind::OutOfRange, "rows of bounds", || ("at least 0", rows[0]))?;
+    let near = rows.windows(2).find(|pair| ((pair[1] - pair[0]) as usize) < kv_heads);
+    ensure(near.is_none(), OpErrorKind::Overlap, "rows of bounds", || {
+        (format!("{kv_heads} apart"), format!("{near:?}"))
     })?;
-    geometry.check_disjoint(&blocks)
+    Ok(rows[rows.len() - 1])
 }

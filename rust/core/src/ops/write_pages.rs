@@ -52,7 +52,8 @@ impl<'a, T, C: Element> WritePages<'a, T, C> {
         self.write_slots().validate(len)?;
         let Some(bounds) = &self.bounds else { return Ok(()) };
         refuse_bounds(self.reach)?;
-        validate_bounds(bounds.held, &self.geometry, self.layer, len, bounds.values.len())
+        let held = (bounds.held, bounds.rows);
+        validate_bounds(held, &self.geometry, self.layer, len, bounds.values.len())
     }
 
     /// Where each row and head goes.

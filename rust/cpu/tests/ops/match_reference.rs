@@ -115,6 +115,12 @@ fn write<T: Element, C: Cached<T>>(case: &Case) {
     world.cache.iter_mut().for_each(|x| *x = C::from_f32(POISON));
     let held: Vec<[i32; 3]> = world.entries.iter().map(|e| [e[0], e[1], e[2]]).collect();
     let pages = world.cache.len() / world.geometry.head_stride;
+    // Bounds where pages are, or elsewhere and in another order.
+    let apart = (world.layer + 1) * heads;
+    let mut elsewhere: Vec<i32> = (0..held.len()).map(|i| (i * heads) as i32).collect();
+    random.shuffle(&mut elsewhere);
+    let moved = random.below(2) == 0 && held.len() * heads + apart <= pages;
+    let elsewhere = moved.then_some(&elsewhere[..]);
     let written = |run: fn(WritePages<'_, T, C>) -> Result<(), _>| {
         let mut cache = world.cache.clone();
         let mut bounds = vec![POISON; pages * 3 * dim];
@@ -127,7 +133,7 @@ fn write<T: Element, C: Cached<T>>(case: &Case) {
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
             reach: None,
-            bounds: Some(PageBounds { values: &mut bounds, held: &held }),
+            bounds: Some(PageBounds { values: &mut bounds, held: &held, rows: elsewhere }),
         };
         Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
         (cache, bounds)

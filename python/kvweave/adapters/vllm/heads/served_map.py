@@ -13,12 +13,14 @@ from kvweave.adapters.vllm.virtual_pages.layout import layout_of
 def check_map(path: Path, layers: int, kv_heads: int, ranks: int, virtual_pages: bool) -> None:
     """Refuses a map that a model of L layers and G KV heads could not be started with.
 
-    Errors: as `read_classes`, and as the part that would serve the map: `split_of`, `budgets_of`,
-    or, with virtual pages, `layout_of`.
+    Errors: as `read_classes`, and as the part that would serve the map: `split_of`, `budgets_of`
+    and, with virtual pages, `layout_of`.
     """
     classes = read_classes(path, layers, kv_heads)
     if virtual_pages:
-        layout_of(classes, 16)
+        layout_of(classes, 16, ranks)
+        if has_top_k(classes):
+            budgets_of(classes, ranks, 0, windows=True)
     elif has_top_k(classes):
         budgets_of(classes, ranks, 0)
     else:

@@ -9,8 +9,8 @@ from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
 PREFIX = "kvweave_"
-DEVICE = "device"
-"""The tier that vLLM's workers keep their KV in, as a label."""
+DEVICE, HOST = "device", "host"
+"""The tiers that workers keep KV in, as labels."""
 
 _made: list[Any] = []
 

@@ -31,11 +31,21 @@ class PoolReporter(IdleConnector):
         self._stalls: Counter[str] = Counter()
         self._given_back: Counter[str] = Counter()
         self._bytes: list[tuple[str, str, int]] = []
+        self._host: list[tuple[str, str, int]] = []
+        self._spilled = 0
         self._counted, self._counted_idle = float("-inf"), False
 
     @abstractmethod
     def bytes_now(self) -> list[tuple[str, str, int]]:
         """(group, state, bytes) of one worker's memory, now."""
+
+    def host_now(self) -> list[tuple[str, str, int]]:
+        """The same of the host's memory; nothing where none is used."""
+        return []
+
+    def spilled_now(self) -> int:
+        """Bytes that one worker has copied there since the engine started."""
+        return 0
 
     @abstractmethod
     def given_back_now(self) -> Counter[str]:
@@ -99,15 +109,18 @@ class PoolReporter(IdleConnector):
         self._counted, self._counted_idle = now, idle
         bytes_now, total = self.bytes_now(), self.given_back_now()
         changed = bytes_now if bytes_now != self._bytes else []
+        host_now, spilled = self.host_now(), self.spilled_now()
+        of_host = host_now if host_now != self._host else []
         given_back, stalls = total - self._given_back, self._stalls
         self._bytes, self._given_back, self._stalls = bytes_now, total, Counter()
-        found = {"bytes": changed, "given_back": dict(given_back), "stalls": dict(stalls)}
-        stats = PoolStats(found)
+        found = {"bytes": changed, "host": of_host, "spilled": spilled - self._spilled}
+        self._host, self._spilled = host_now, spilled
+        stats = PoolStats({**found, "given_back": dict(given_back), "stalls": dict(stalls)})
         return None if stats.is_empty() else stats
 
 
-def group_name(span: AttentionSpan) -> str:
-    """What metrics call the heads of a span: "full", or "window-256-sink-16"."""
+def group_name(span: AttentionSpan, pages: int = 0) -> str:
+    """What metrics call heads: "full", "top-k-64" of those that choose, or "window-256-sink-16"."""
     if span.window is None:
-        return "full"
+        return f"top-k-{pages}" if pages else "full"
     return f"window-{span.window}" + (f"-sink-{span.sink}" if span.sink else "")

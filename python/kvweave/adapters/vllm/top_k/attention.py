@@ -37,7 +37,7 @@ class ChoosingAttention(PagedAttention):
             super()._attend(layer, q, k, v, pages, tables, out)
             return
         # A request may find blocks that another one fills in this very step: all is written first.
-        ops.write_pages(pages, 0, k, v, tables.slots)
+        ops.write_pages(pages, 0, k, v, tables.slots, reach=self.written)
         if layer.ranked is not None:
             self._bound(layer, pages, tables)
         count = 0
@@ -55,9 +55,18 @@ class ChoosingAttention(PagedAttention):
         """Writes the bounds of pages whose last slot has been written."""
         if layer.ranked == 0 or tables.filled is None:
             tables.begin_step(pages.shape[2])
-        assert tables.filled is not None, "the first of these layers begins the step"
-        bounds = ops.PageBounds(layer.bounds.values(), tables.filled)
+        self._bound_filled(layer, pages, tables)
+
+    def _bound_filled(self, layer: Any, pages: torch.Tensor, tables: ChoosingMetadata) -> None:
+        """Writes the bounds of the layer's pages of blocks that are `tables.filled`."""
+        assert tables.filled is not None
+        bounds = ops.PageBounds(self._bounds_of(layer), tables.filled)
         ops.bound_pages(pages, bounds, pages=self.num_kv_heads)
+
+    def _bounds_of(self, layer: Any) -> torch.Tensor:
+        """The bounds of all pages that the layer's heads choose among."""
+        bounds: torch.Tensor = layer.bounds.values()
+        return bounds
 
     def _read_chosen(
         self,
@@ -70,12 +79,12 @@ class ChoosingAttention(PagedAttention):
         assert tables.deciding is not None
         one, choice = tables.deciding
         paged = self.paged(pages)
-        offsets = choice.rank(layer.ranked, q, layer.bounds.values(), paged)
+        offsets = choice.rank(layer.ranked, q, self._bounds_of(layer), paged)
         ops.attend_decode(
             q,
             one.positions,
             choice.entries,
-            choice.read_by(paged),
+            choice.read_by(layer.ranked, paged),
             entry_offsets=offsets,
             out=out,
             workspace=one.workspace,

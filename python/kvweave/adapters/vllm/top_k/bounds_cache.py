@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import (
 from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.prefix_guard import guarded
+from kvweave.adapters.vllm.top_k.bounds import bounds_of
 from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixSpec
 
 
@@ -58,10 +59,6 @@ class BoundsBackend(PagedBackend):
 class BoundsCache(nn.Module, AttentionLayerBase):
     """Bounds of the pages of one layer's G heads of size D, [blocks · G, vectors, D].
 
-    Keys of 16 bits on a GPU have their least and greatest elements in their own dtype, two vectors
-    a page: as much as one token's key and value. All others have three vectors of f32, as
-    `ops.PageBounds` has them.
-
     Errors: `Unsupported` for a head size by which that is no whole number of elements a token.
     """
 
@@ -70,8 +67,7 @@ class BoundsCache(nn.Module, AttentionLayerBase):
     ) -> None:
         super().__init__()
         dtype: torch.dtype = whole.kv_cache_torch_dtype
-        alone = config.device_config.device.type == "cuda" and dtype.itemsize == 2
-        self.dtype, self.vectors = (dtype, 2) if alone else (torch.float32, 3)
+        self.vectors, self.dtype = bounds_of(dtype, config.device_config.device)
         self.head_size = whole.head_size
         tokens = config.cache_config.block_size
         # vLLM prices a key and a value for each token of a block: here, parts of a page's bounds.

@@ -31,11 +31,21 @@ class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.singles = SingleRows(device, vllm_config.scheduler_config.max_num_seqs)
+        self._prepare(kv_cache_spec, layer_names, vllm_config, device)
+
+    def _prepare(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        """Makes what is the same in all steps."""
         layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         requests = vllm_config.scheduler_config.max_num_seqs
         self.heads = RankedHeads(layer.budgets, device, requests)
-        self.singles = SingleRows(device, requests)
-        self.plain = PagedMetadataBuilder(
+        self.plain: Any = PagedMetadataBuilder(
             kv_cache_spec, layer_names, vllm_config, device, self.heads.room(requests)
         )
 
@@ -48,22 +58,32 @@ class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
         """Tables of a step; nothing on the device is waited for."""
         common, batch = common_attn_metadata, StepBatch.of(common_attn_metadata)
         single, others = split(batch, common.query_start_loc_cpu, common.is_prefilling)
-        deciding, reading, slots = None, None, []
-        if single is not None:
-            tables = self.plain.tables_of(single)
-            deciding = tables, self._choice(single, tables, common.is_prefilling)
-            slots.append(tables.slots)
-        if others is not None:
-            reading = self.plain.tables_of(others)
-            slots.append(reading.slots)
+        deciding = None if single is None else self._deciding(single, common.is_prefilling)
+        reading = None if others is None else self.plain.tables_of(others)
+        return self._made(batch, deciding, reading)
+
+    def _made(
+        self,
+        batch: StepBatch,
+        deciding: tuple[PagedMetadata, StepChoice] | None,
+        reading: PagedMetadata | None,
+    ) -> ChoosingMetadata:
+        """What the layers read, of both parts of a batch."""
+        slots = [] if deciding is None else [deciding[0].slots]
+        slots += [] if reading is None else [reading.slots]
         whole = slots[0] if len(slots) == 1 else torch.cat(slots)
         return ChoosingMetadata(batch.rows, whole, deciding, reading, batch)
 
-    def _choice(
-        self, batch: StepBatch, tables: PagedMetadata, prefilling: torch.Tensor | None
-    ) -> StepChoice:
-        kept, rows = self.plain.kept, tables.entries.rows
+    def _deciding(
+        self, batch: StepBatch, prefilling: torch.Tensor | None
+    ) -> tuple[PagedMetadata, StepChoice]:
+        """The tables of requests of one row, and what they choose among."""
+        tables = self.plain.tables_of(batch)
         chooses = self.singles.deciding(batch.requests, prefilling)
+        return tables, self._choice(batch, tables, chooses)
+
+    def _choice(self, batch: StepBatch, tables: PagedMetadata, chooses: torch.Tensor) -> StepChoice:
+        kept, rows = self.plain.kept, tables.entries.rows
         if kept is not None:
             offsets, width = tables.entries.offsets, kept.columns[0]
             return StepChoice(self.heads, kept.entries, offsets, kept.room, chooses, width)

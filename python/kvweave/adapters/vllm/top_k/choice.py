@@ -1,15 +1,18 @@
 """The pages that heads choose in a step, on the device: nothing here waits. Needs no vLLM.
 
 B requests of one row each, L layers of which some heads choose, G KV heads, K the largest budget.
-A request that chooses has its choice anew in each layer, from its own pages and query alone; it is
-read as an entry table of its own. One with no more pages than a head reads has that head read its
-own table, and so do all heads of a request whose prompt is not done.
+A request has T tables of its own, one where blocks are vLLM's. One that chooses has its choice anew
+in each layer, from its own pages and query alone; it is read as an entry table of its own. One with
+no more pages than a head reads has that head read its own table, and so do all heads of a request
+whose prompt is not done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,6 +26,51 @@ _EVERY_PAGE = 2**31 - 1
 _SCORED, _NONE, _TABLES = 0, 1, 3
 
 
+@dataclass(frozen=True)
+class OwnTables:
+    """The tables that a request has of its own, T = `count`, and how heads read them.
+
+    Entries of the table `scored` name the bounds of all its pages. `heads` i32 [G, 4] of each of
+    the L layers: (table, page in a block, window, sink), as `ops.Reach` has them. `bounds` i32 [G]
+    of each: the rank of a head's bounds behind what the scored table names.
+    """
+
+    count: int
+    scored: int
+    heads: Sequence[np.ndarray]
+    bounds: Sequence[np.ndarray]
+
+    @staticmethod
+    def of_blocks(layers: int, heads: int) -> OwnTables:
+        """One table, of blocks that have a page for each head and bounds in the same order."""
+        ranks = np.arange(heads, dtype=np.int32)
+        rows = np.zeros((heads, 4), np.int32)
+        rows[:, 1] = ranks
+        return OwnTables(1, 0, [rows] * layers, [ranks] * layers)
+
+
+class FarPages(Protocol):
+    """Choices that are kept from step to step, of pages that may lie elsewhere than tables say."""
+
+    def begin_step(self, chooses: torch.Tensor) -> torch.Tensor:
+        """Which of the requests that choose, bool [B], do so anew in this step."""
+
+    def kept(
+        self, layer: int, chosen: torch.Tensor, selected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Puts what others chose before in place of nothing, and keeps all of it.
+
+        chosen i32 [B, G, K] and selected i32 [B, G], as `ops.select_pages` has them.
+        """
+
+    def bring(self, layer: int, chosen: torch.Tensor, entries: torch.Tensor) -> None:
+        """Brings those of them that are chosen, and has entries name where they are then.
+
+        chosen i32 [B, G, K]: numbers of a request's pages, −1 behind them; entries i32
+        [B, G, K, 5] are of these.
+        """
+
+
 class RankedHeads:
     """The heads that choose, as the device knows them: the same in all steps.
 
@@ -30,7 +78,13 @@ class RankedHeads:
     there are as many rows as so many `requests` have.
     """
 
-    def __init__(self, budgets: PageBudgets, device: torch.device, requests: int) -> None:
+    def __init__(
+        self,
+        budgets: PageBudgets,
+        device: torch.device,
+        requests: int,
+        own: OwnTables | None = None,
+    ) -> None:
         layers = [budgets.of[layer] for layer in budgets.ranked]
         self.most = budgets.most
         self.heads = len(layers[0])
@@ -41,11 +95,19 @@ class RankedHeads:
         self.least = every.amin(1)
         selected = np.where(whole, np.int32(FEWEST), pages)
         self._selected = torch.from_numpy(np.tile(selected, (1, requests))).to(device)
-        numbers = np.arange(self.heads)
-        self.listed = [_reach(_TABLES, np.where(row, _NONE, _SCORED), numbers) for row in whole]
+        own = own or OwnTables.of_blocks(len(layers), self.heads)
+        self.own, self.scored = own.count, own.scored
+        self.listed = [
+            _reach(_TABLES, np.where(row, _NONE, _SCORED), ranks)
+            for row, ranks in zip(whole, own.bounds, strict=True)
+        ]
         """Of each layer the tables that its heads score: an empty one, where they read all."""
-        self.reach = _reach(2 * self.heads, 2 * numbers, numbers)
+        self.gathered = [ops.Reach(own.count, rows) for rows in own.heads]
+        """Of each layer the tables of its heads' pages."""
+        self.read = [_two_each(rows) for rows in own.heads]
         """The tables that heads read: two each, the second being the room behind the first."""
+        tables = np.stack([rows[:, 0] for rows in own.heads])
+        self.tables = torch.from_numpy(tables.astype(np.int64)).to(device)
 
     @property
     def layers(self) -> int:
@@ -67,13 +129,19 @@ def _reach(tables: int, table: np.ndarray, rank: np.ndarray) -> ops.Reach:
     return ops.Reach(tables, rows)
 
 
+def _two_each(heads: np.ndarray) -> ops.Reach:
+    rows = heads.copy()
+    rows[:, 0] = 2 * np.arange(len(heads))
+    return ops.Reach(2 * len(heads), rows)
+
+
 @dataclass
 class StepChoice:
     """What the requests of one step choose among.
 
-    `entries` i32 [N, 5]: from 0 on those of the requests' own tables, which `offsets` i32 [B + 1]
-    split, and from `begin` on room for what is chosen. `chooses` bool [B]: requests that may.
-    `width`: the most pages of a request.
+    `entries` i32 [N, 5]: from 0 on those of the requests' own tables, which `offsets` i32
+    [B · T + 1] split, and from `begin` on room for what is chosen. `chooses` bool [B]: requests
+    that may. `width`: the most pages of a request. `far`: pages that are elsewhere, if any may be.
     """
 
     heads: RankedHeads
@@ -82,6 +150,7 @@ class StepChoice:
     begin: int
     chooses: torch.Tensor
     width: int
+    far: FarPages | None = None
     _scored: torch.Tensor = field(init=False)
     _read: torch.Tensor = field(init=False)
 
@@ -102,10 +171,15 @@ class StepChoice:
     def begin_step(self) -> None:
         """Lays out the tables of all layers, by the lengths of requests alone."""
         heads, requests = self.heads, self.requests
-        first, ends = self.offsets[:-1], self.offsets[1:]
+        begins = self.offsets[:-1].view(requests, heads.own)
+        behind = self.offsets[1:].view(requests, heads.own)
+        first, ends = begins[:, heads.scored], behind[:, heads.scored]
         counts = torch.where(self.chooses, ends - first, 0)
+        scored = counts > heads.least[:, None]
+        if self.far is not None:
+            scored &= self.far.begin_step(self.chooses)
         # What is scored, or nothing, by layer and request; what is read, by head besides.
-        listed = torch.where(counts > heads.least[:, None], ends, first)
+        listed = torch.where(scored, ends, first)
         self._scored = self.offsets.new_zeros((heads.layers, requests * _TABLES + 1))
         tables = self._scored[:, :-1].view(heads.layers, requests, _TABLES)
         tables[..., 0] = first
@@ -113,9 +187,10 @@ class StepChoice:
         chosen = counts[:, None] > heads.budgets[:, None]
         numbers = torch.arange(requests * heads.heads, device=self.offsets.device)
         places = (numbers * heads.most + self.begin).view(requests, heads.heads).int()
-        begin = torch.where(chosen, places, first[:, None])
+        own = begins[:, heads.tables].transpose(0, 1), behind[:, heads.tables].transpose(0, 1)
+        begin = torch.where(chosen, places, own[0])
         pages = heads.budgets.clamp(max=heads.most)[:, None]
-        end = torch.where(chosen, places + pages, ends[:, None])
+        end = torch.where(chosen, places + pages, own[1])
         self._read = self.offsets.new_zeros((heads.layers, 2 * requests * heads.heads + 1))
         read = self._read[:, :-1].view(heads.layers, requests, heads.heads, 2)
         read[..., 0], read[..., 1] = begin, end
@@ -126,7 +201,7 @@ class StepChoice:
         """The heads of a layer choose by queries q [B, H, D] and bounds of all pages.
 
         `layer` counts those in which some head chooses. Returns offsets of `entries` by which
-        heads read them, with `RankedHeads.reach`.
+        heads read them, with `RankedHeads.read`.
         """
         heads = self.heads
         pages = ops.BoundedPages(
@@ -150,16 +225,22 @@ class StepChoice:
             recent=RECENT_PAGES,
             most=heads.most,
         )
+        # Of a head that lists nothing nothing is selected.
+        chosen, selected = chosen.view(rows), selected.view(rows[:2])
+        if self.far is not None:
+            chosen, selected = self.far.kept(layer, chosen, selected)
         ops.gather_entries(
-            chosen.view(rows),
-            selected.view(rows[:2]),
+            chosen,
+            selected,
             own,
-            entry_offsets=ends,
-            reach=heads.listed[layer],
+            entry_offsets=self.offsets,
+            reach=heads.gathered[layer],
             out=self._room,
         )
+        if self.far is not None:
+            self.far.bring(layer, chosen, self._room.view(*rows, 5))
         return self._read[layer]
 
-    def read_by(self, paged: ops.PagedKv) -> ops.PagedKv:
+    def read_by(self, layer: int, paged: ops.PagedKv) -> ops.PagedKv:
         """A layer's pages, as heads read them through the tables of `rank`."""
-        return replace(paged, reach=self.heads.reach)
+        return replace(paged, reach=self.heads.read[layer])

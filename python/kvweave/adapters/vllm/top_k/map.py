@@ -33,16 +33,20 @@ def has_top_k(classes: list[list[HeadClass]]) -> bool:
     return any(head["kind"] == "top_k" for layer in classes for head in layer)
 
 
-def budgets_of(classes: list[list[HeadClass]], ranks: int, rank: int) -> PageBudgets:
+def budgets_of(
+    classes: list[list[HeadClass]], ranks: int, rank: int, *, windows: bool = False
+) -> PageBudgets:
     """The budgets of one of `ranks` that hold equal shares of the heads, in the model's order.
 
-    `rerank_every` of the map is not looked at: pages are ranked at every step.
+    `rerank_every` of the map is not looked at: pages are ranked at every step. `windows`: whether
+    other heads may have some.
 
-    Errors: `Unsupported` for heads with a window beside top-k heads, and for heads that the ranks
-    do not divide; `InvalidArgument` for a budget below the pages that are always read.
+    Errors: `Unsupported` for heads with a window beside top-k heads that may not have one, and for
+    heads that the ranks do not divide; `InvalidArgument` for a budget below the pages that are
+    always read.
     """
     kinds = {str(head["kind"]) for layer in classes for head in layer}
-    known = kinds <= {"full", "top_k"}
+    known = windows or kinds <= {"full", "top_k"}
     require("heads: kinds of heads", known, "full and top_k, or full and window", str(kinds))
     heads = len(classes[0])
     expected = f"a number that {ranks} ranks divide, beside top-k heads"

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import (
 )
 
 from kvweave import ops
+from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import (
     Entries,
@@ -60,13 +61,17 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         layer_names: list[str],
         vllm_config: VllmConfig,
         device: torch.device,
+        more_entries: int = 0,
     ) -> None:
+        """`more_entries`: room behind those of the requests of captured steps."""
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layout = kv_cache_spec.layout
         spans = [layout.spans[number] for number in layout.tables]
+        # Bounds are of all pages.
+        spans += [AttentionSpan()] * (layout.step_tables - len(spans))
         self.layout = StepLayout(layout.page_tokens, spans, virtual=True)
         self.workspace = ops.Workspace(device)
-        self.kept = KeptTables.of_engine(self.layout, device, vllm_config)
+        self.kept = KeptTables.of_engine(self.layout, device, vllm_config, more_entries)
 
     def build(
         self,
@@ -75,12 +80,18 @@ class VirtualMetadataBuilder(AttentionMetadataBuilder[VirtualMetadata]):
         fast_build: bool = False,
     ) -> VirtualMetadata:
         """Room for the tables of a step; nothing on the device is waited for."""
-        batch = StepBatch.of(common_attn_metadata)
+        return self.tables_of(StepBatch.of(common_attn_metadata))
+
+    def tables_of(self, batch: StepBatch, more: int = 0) -> VirtualMetadata:
+        """Room for the tables of a batch, or of some of its requests, and `more` entries behind.
+
+        Of one decode step at a time: there, what is behind is kept too.
+        """
         if batch.decode and self.kept is not None:
             columns, room = self.kept.columns, self.kept.room_of(batch.requests)
         else:
             columns = self.layout.columns(batch.longest, batch.most_rows)
-            room = self.layout.room(self.device, batch.requests, batch.rows, columns)
+            room = self.layout.room(self.device, batch.requests, batch.rows, columns, more)
         return VirtualMetadata(
             batch.rows,
             batch.decode,

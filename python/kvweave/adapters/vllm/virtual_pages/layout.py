@@ -1,14 +1,15 @@
 """Which heads share a block, how many blocks a virtual page takes, and what it is charged.
 
-G KV heads in each of L layers, P tokens a page. Heads of one class keep the same tokens. Their
-pages, one a (layer, head), are dealt into blocks of one size for all classes: a class then has one
-table a block of a page, and a free block serves any class.
+G KV heads in each of L layers, P tokens a page. Heads of one class keep the same tokens, and choose
+as many pages of them or none. Their pages, one a (layer, head), are dealt into blocks of one size
+for all classes: a class then has one table a block of a page, and a free block serves any class.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +21,10 @@ from kvweave.errors import Unsupported
 
 # What a table costs, as a share of a page's memory: each is a gather in every step.
 TABLE_COST = 0.01
+ALL = 0
+"""The budget of heads that read all that they keep."""
+_SPARE = 8
+"""One slot of so many more than a head reads: pages that were chosen lately stay there."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,21 @@ class PageLayout:
 
     Of several `ranks` each has as many neighbouring heads of every layer. All have the tables of
     the one that needs most of a class: vLLM's scheduler knows one layout.
+
+    `budgets`: how many pages the heads of each class choose in a decode step, or `ALL`. Bounds of
+    a page of such a head take `bound_share` of the page. `spills`: their pages may lie in the
+    host's memory, beside slots on the device. They choose anew when a request begins a page, if it
+    is `paced`, or in every step.
     """
 
     page_tokens: int
     spans: tuple[AttentionSpan, ...]
     of_head: tuple[tuple[int, ...], ...]
     ranks: int = 1
+    budgets: tuple[int, ...] = (ALL,)
+    bound_share: Fraction = Fraction(0)
+    spills: bool = False
+    paced: bool = False
 
     @property
     def layers(self) -> int:
@@ -79,22 +93,62 @@ class PageLayout:
         """The class of each table."""
         return tuple(number for number, parts in enumerate(self.parts) for _ in range(parts))
 
+    @cached_property
+    def choosing(self) -> tuple[int, ...]:
+        """The tables of heads that choose pages."""
+        return tuple(table for table, number in enumerate(self.tables) if self.budgets[number])
+
+    @property
+    def step_tables(self) -> int:
+        """Tables of a request in a step: where heads choose, the last one names bounds."""
+        return len(self.tables) + bool(self.choosing)
+
+    @property
+    def bound_rows(self) -> int:
+        """Bounds of a virtual page: one for each page of the blocks of heads that choose."""
+        return len(self.choosing) * self.block_pages
+
+    def bound_row(self, table: int) -> int:
+        """Where the bounds of a table's block begin among those of a virtual page."""
+        return self.choosing.index(table) * self.block_pages
+
+    @property
+    def bound_pages(self) -> Fraction:
+        """What the bounds of a virtual page take, in pages of a head."""
+        return self.bound_rows * self.bound_share
+
+    @property
+    def slots(self) -> int:
+        """Pages of a head that have room on the device once the others lie in the host's memory."""
+        most = max(self.budgets)
+        return most + -(-most // _SPARE) if self.spills else 0
+
+    def home_blocks(self, host_bytes: int, page_bytes: int) -> int:
+        """Virtual pages that so many bytes of the host have room for; pages of a head have these.
+
+        Of each lie there all pages of the blocks of heads that choose.
+        """
+        return host_bytes // (self.bound_rows * page_bytes)
+
     @property
     def head_slots(self) -> int:
-        """What a virtual page is charged, in pages of a head per layer: whole heads alone.
+        """What a virtual page is charged, in pages of a head per layer: what stays on the device.
 
-        So there are never fewer virtual pages than what they hold could fill the arena with.
+        That are whole heads that do not choose, and all bounds, which take half of it at most. So
+        there are never fewer virtual pages than what they hold could fill the arena with.
         """
         whole = sum(
             count
-            for span, count in zip(self.spans, self.counts, strict=True)
-            if span.window is None
+            for number, count in enumerate(self.counts)
+            if self.spans[number].window is None and not (self.spills and self.budgets[number])
         )
-        return max(1, whole // self.layers)
+        least = -(-2 * self.bound_pages // self.layers)
+        return int(max(1, (whole + self.bound_pages) // self.layers, least))
 
     def arena_pages(self, virtual_pages: int) -> int:
         """Pages of the arena that so many virtual pages pay for, the null page 0 among them."""
-        return virtual_pages * self.layers * self.head_slots
+        bounds = -(-virtual_pages * self.bound_pages // 1)
+        return virtual_pages * self.layers * self.head_slots - int(bounds)
 
     def sink_pages(self, number: int) -> int:
         """Virtual pages at the start of a request that a class never gives up."""
@@ -127,7 +181,9 @@ class PageLayout:
         At least what the request's virtual pages pay for: these must be had too.
         """
         blocks = self.most_blocks(tokens, in_flight) + 1
-        pages = -(-blocks * self.block_pages // self.layers)
+        # Of what virtual pages pay for, bounds take their part.
+        of_page = self.layers - self.bound_pages / self.head_slots
+        pages = int(-(-blocks * self.block_pages // of_page))
         return max(pages, -(-tokens // self.page_tokens) * self.head_slots)
 
     def head_rows(self, layer: int, rank: int = 0) -> npt.NDArray[np.int32]:
@@ -142,35 +198,38 @@ class PageLayout:
             rows.append([sum(self.parts[:number]) + part, page, window or 0, sink])
         return np.array(rows, np.int32)
 
+    def with_bounds(self, share: Fraction, *, spills: bool, paced: bool = False) -> PageLayout:
+        """The same, of heads whose bounds take so much and whose pages may leave the device."""
+        spills = spills and bool(self.choosing)
+        return replace(self, bound_share=share, spills=spills, paced=spills and paced)
+
 
 def layout_of(classes: list[list[HeadClass]], page_tokens: int, ranks: int = 1) -> PageLayout:
     """The layout of a head map: `classes` [L, G] as `heads.class_map.read_classes` has them.
 
-    Errors: `Unsupported` for heads that are neither full nor have a window, and for ranks that do
-    not share a layer's heads equally.
+    Errors: `Unsupported` for ranks that do not share a layer's heads equally.
     """
     heads = len(classes[0])
     if heads % ranks:
         expected = f"a divisor of {heads} KV heads beside a head map"
         text = f"tensor_parallel_size: expected {expected}, got {ranks}"
         raise Unsupported(text, expected=expected, got=str(ranks))
-    spans: list[AttentionSpan] = []
+    known: list[tuple[AttentionSpan, int]] = []
     of_head = []
     for layer in classes:
         numbers = []
         for head in layer:
-            span = _span_of(head)
-            if span not in spans:
-                spans.append(span)
-            numbers.append(spans.index(span))
+            kept = _kept_by(head)
+            if kept not in known:
+                known.append(kept)
+            numbers.append(known.index(kept))
         of_head.append(tuple(numbers))
-    return PageLayout(page_tokens, tuple(spans), tuple(of_head), ranks)
+    spans, budgets = zip(*known, strict=True)
+    return PageLayout(page_tokens, spans, tuple(of_head), ranks, budgets)
 
 
-def _span_of(head: HeadClass) -> AttentionSpan:
-    if head["kind"] == "full":
-        return AttentionSpan()
-    if head["kind"] != "window":
-        text = f"heads: kinds of heads: expected full and window, got {head['kind']}"
-        raise Unsupported(text, expected="full and window", got=str(head["kind"]))
-    return AttentionSpan(int(head["recent"]), int(head["sink"]))
+def _kept_by(head: HeadClass) -> tuple[AttentionSpan, int]:
+    """What a head sees, and how many pages of it a decode step reads."""
+    if head["kind"] == "window":
+        return AttentionSpan(int(head["recent"]), int(head["sink"])), ALL
+    return AttentionSpan(), int(head["pages"]) if head["kind"] == "top_k" else ALL

@@ -8,6 +8,7 @@ is preempted; what is admitted always finds its blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, overload
 
 from vllm.v1.core.block_pool import BlockPool
@@ -15,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from kvweave.adapters.vllm import pool_managers
+from kvweave.adapters.vllm.virtual_pages.far_requests import FarRequests
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
 
@@ -26,7 +28,13 @@ class VirtualPagesManager(FullAttentionManager):
 
     def __init__(self, kv_cache_spec: VirtualPagesSpec, **others: Any) -> None:
         super().__init__(kv_cache_spec, **others)
-        self.residency = Residency(kv_cache_spec.layout, self.block_pool.num_gpu_blocks)
+        layout, seats = kv_cache_spec.layout, kv_cache_spec.seats
+        self.residency = Residency(layout, self.block_pool.num_gpu_blocks, seats)
+        blocks = kv_cache_spec.home_blocks
+        self.far = FarRequests(self.residency, blocks, seats) if layout.spills else None
+        choosing = [pages for pages in layout.budgets if pages]
+        # What later tokens are computed from, heads that choose have read a part of.
+        self.exact = min(choosing) * self.block_size if choosing else None
         pool_managers.enter(self)
 
     def get_num_blocks_to_allocate(
@@ -52,13 +60,19 @@ class VirtualPagesManager(FullAttentionManager):
         if apply_admission_cap:
             # Asked of a whole prompt before its first chunk is computed.
             in_flight: int = self.kv_cache_spec.in_flight
-            admitted = self.residency.has_room_in_time(num_tokens, in_flight, hit)
+            lacking = partial(self.residency.lacking_in_time, num_tokens, in_flight, hit)
         else:
             fresh = max(-(-num_tokens // self.block_size) - held, 0)
-            admitted = self.residency.has_room(fresh, hit)
-        if admitted:
+            lacking = partial(self.residency.lacking, fresh, hit)
+        if self.far is not None:
+            self.block_pool.evict_blocks(set(self.far.make_room(lacking, self.pages_of)))
+        if not lacking():
             return needed
         return max(needed, int(self.block_pool.get_num_free_blocks()) + 1)
+
+    def pages_of(self, request_id: str) -> list[int]:
+        """The numbers of a request's pages."""
+        return _numbers(self.req_to_blocks.get(request_id, ()))
 
     def add_local_computed_blocks(
         self,
@@ -83,9 +97,18 @@ class VirtualPagesManager(FullAttentionManager):
         fresh: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
-        forgotten = self.residency.extend(request_id, _numbers(fresh))
+        numbers = _numbers(fresh)
+        forgotten = self.residency.extend(request_id, numbers)
         self.block_pool.evict_blocks(set(forgotten))
+        if self.far is not None:
+            self.far.writes(request_id, numbers)
         return fresh
+
+    def cache_blocks(self, request: Any, num_tokens: int, *others: Any, **named: Any) -> None:
+        """Lets later requests find pages; of those that heads chose for, the exact ones alone."""
+        if self.exact is not None:
+            num_tokens = min(num_tokens, max(request.num_prompt_tokens, self.exact))
+        super().cache_blocks(request, num_tokens, *others, **named)
 
     def remove_skipped_blocks(
         self,
@@ -99,8 +122,9 @@ class VirtualPagesManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Gives back all that a request holds."""
-        pages = _numbers(self.req_to_blocks.get(request_id, ()))
-        self.residency.drop(request_id, pages, self._is_findable)
+        self.residency.drop(request_id, self.pages_of(request_id), self._is_findable)
+        if self.far is not None:
+            self.far.drop(request_id)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 

@@ -13,27 +13,54 @@ from kvweave import ops
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.heads.class_map import HeadClass
+from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.require import require
-from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend
+from kvweave.adapters.vllm.top_k.bounds import bound_share
+from kvweave.adapters.vllm.top_k.map import PageBudgets, budgets_of, has_top_k
+from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend, VirtualChoosingBackend
+from kvweave.adapters.vllm.virtual_pages.far_choice import runs_of_layer
+from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
+from kvweave.errors import InvalidArgument
 
 CONNECTOR = "KvweavePages"
 BLOCK_TOKENS = (16, 32, 64)
 
 
 class _VirtualLayer(Attention):
-    """The attention of a layer, its heads as `layout` has them."""
+    """The attention of a layer, its heads as `layout` has them.
+
+    Where heads choose pages: `budgets` of the rank, `ranked`, the layer's number among those in
+    which some head does, and `runs`, its heads with their bounds and slots; None where none does.
+    """
 
     memory: PageMemory | None = None
+    far: FarMemory | None = None
 
-    def __init__(self, *given: Any, layout: PageLayout, reach: ops.Reach, **named: Any) -> None:
-        super().__init__(*given, attn_backend=VirtualBackend, reach=reach, **named)
-        self.layout = layout
+    def __init__(
+        self,
+        *given: Any,
+        layout: PageLayout,
+        number: int,
+        rank: int,
+        budgets: PageBudgets | None,
+        **named: Any,
+    ) -> None:
+        reach = ops.Reach(layout.step_tables, layout.head_rows(number, rank))
+        backend = VirtualBackend if budgets is None else VirtualChoosingBackend
+        super().__init__(*given, attn_backend=backend, reach=reach, **named)
+        self.layout, self.number, self.rank, self.budgets = layout, number, rank, budgets
+        self.ranked = None
+        if budgets is not None and number in budgets.ranked:
+            self.ranked = budgets.ranked.index(number)
+        self.runs = runs_of_layer(layout, number, rank)
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> Any:
         """What the scheduler must keep."""
+        options = options_of(vllm_config.additional_config)
+        spills = self.layout.spills
         return VirtualPagesSpec(
             block_size=self.layout.page_tokens,
             num_kv_heads=self.num_kv_heads,
@@ -41,13 +68,20 @@ class _VirtualLayer(Attention):
             dtype=self.kv_cache_torch_dtype,
             layout=self.layout,
             in_flight=vllm_config.max_in_flight_tokens,
+            host_bytes=(options.host_bytes or 0) if spills else 0,
+            seats=vllm_config.scheduler_config.max_num_seqs if spills else 0,
         )
 
 
-def layout_for(config: VllmConfig, classes: list[list[HeadClass]] | None) -> PageLayout:
+def layout_for(
+    config: VllmConfig, classes: list[list[HeadClass]] | None, host_bytes: int | None = None
+) -> PageLayout:
     """The layout of a model under a head map, or with all heads full.
 
-    Errors: `Unsupported` for what virtual pages are not made for.
+    With `host_bytes` pages of heads that choose may lie in the host's memory.
+
+    Errors: `Unsupported` for what virtual pages are not made for, `InvalidArgument` for bytes of
+    the host's that no head needs or that hold no page.
     """
     versions.check_installed(versions.WITH_VIRTUAL_PAGES)
     _check(config)
@@ -55,12 +89,43 @@ def layout_for(config: VllmConfig, classes: list[list[HeadClass]] | None) -> Pag
     layers = model.hf_text_config.num_hidden_layers
     if classes is None:
         kv_heads = model.get_num_kv_heads(config.parallel_config)
-        return layout_of([[{"kind": "full"}] * kv_heads] * layers, page_tokens)
-    return layout_of(classes, page_tokens, config.parallel_config.tensor_parallel_size)
+        classes = [[{"kind": "full"}] * kv_heads] * layers
+    layout = layout_of(classes, page_tokens, config.parallel_config.tensor_parallel_size)
+    expected = "a map with top_k heads beside it"
+    some = host_bytes is None or bool(layout.choosing)
+    require("host_bytes", some, expected, "none", InvalidArgument)
+    if not layout.choosing:
+        return layout
+    share = bound_share(model.dtype, config.device_config.device, page_tokens)
+    every = [head["rerank_every"] for of in classes for head in of if head["kind"] == "top_k"]
+    paced = all(int(steps) > 1 for steps in every)
+    layout = layout.with_bounds(share, spills=host_bytes is not None, paced=paced)
+    least = 2 * page_tokens * model.get_head_size() * model.dtype.itemsize * layout.bound_rows
+    holds = host_bytes is None or host_bytes >= least
+    require("host_bytes", holds, f"at least {least}", str(host_bytes), InvalidArgument)
+    return layout
 
 
-def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) -> None:
+def budgets_for_pages(
+    config: VllmConfig, classes: list[list[HeadClass]] | None
+) -> PageBudgets | None:
+    """The budgets of this rank's heads, other heads of which may have windows; None: all read all.
+
+    Errors: as `budgets_of`.
+    """
+    if classes is None or not has_top_k(classes):
+        return None
+    ranks = config.parallel_config.tensor_parallel_size
+    rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
+    return budgets_of(classes, ranks, rank, windows=True)
+
+
+def use_virtual_pages(
+    model: nn.Module, layout: PageLayout, config: VllmConfig, budgets: PageBudgets | None = None
+) -> None:
     """Replaces the attention of every decoder layer by that of this rank's heads.
+
+    `budgets`: how many pages they choose, where some do.
 
     Errors: `Unsupported` for layers that have a window of their own.
     """
@@ -75,7 +140,9 @@ def use_virtual_pages(model: nn.Module, layout: PageLayout, config: VllmConfig) 
             cache_config=config.cache_config,
             prefix=stock.layer_name,
             layout=layout,
-            reach=ops.Reach(len(layout.tables), layout.head_rows(number, rank)),
+            number=number,
+            rank=rank,
+            budgets=budgets,
         )
 
 

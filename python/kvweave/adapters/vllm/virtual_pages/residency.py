@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvweave._native import VirtualPages
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
+from kvweave.errors import PoolFull
 
 _Rows = npt.NDArray[np.int32]
 
@@ -22,10 +23,13 @@ class Residency:
     `advance`.
     """
 
-    def __init__(self, layout: PageLayout, virtual_pages: int) -> None:
+    def __init__(self, layout: PageLayout, virtual_pages: int, seats: int = 0) -> None:
+        """`seats`: requests that may have slots at a time, which are pages behind vLLM's."""
         self.layout = layout
         arena = layout.arena_pages(virtual_pages)
-        self.pages = VirtualPages(virtual_pages, arena, layout.block_pages, layout.parts)
+        numbers = virtual_pages + seats * layout.slots
+        self.pages = VirtualPages(numbers, arena, layout.block_pages, layout.parts)
+        self._virtual_pages = virtual_pages
         # By request and class: the first page behind the sink that is still held.
         self._first: dict[str, list[int]] = {}
         self._all = _rows((c, page) for c in self._classes() for page in range(1, virtual_pages))
@@ -36,12 +40,12 @@ class Residency:
         kept = self.pages.is_kept(self._all).reshape(len(self.layout.spans), -1).sum(1)
         return [int(count) * parts for count, parts in zip(kept, self.layout.parts, strict=True)]
 
-    def has_room(self, fresh: int, hit: Sequence[int]) -> bool:
-        """Whether so many new pages can be had at once, while those of a prefix hit are kept."""
-        return fresh * sum(self.layout.parts) <= self.pages.room_beside(self._seen(hit))
+    def lacking(self, fresh: int, hit: Sequence[int]) -> int:
+        """Blocks that so many new pages lack at once, while those of a prefix hit are kept."""
+        return max(fresh * sum(self.layout.parts) - self.pages.room_beside(self._seen(hit)), 0)
 
-    def has_room_in_time(self, tokens: int, in_flight: int, hit: Sequence[int]) -> bool:
-        """Whether a request of so many tokens can be computed, its windows moving on.
+    def lacking_in_time(self, tokens: int, in_flight: int, hit: Sequence[int]) -> int:
+        """Blocks that a request of so many tokens lacks to be computed, its windows moving on.
 
         A prefix hit counts among what it holds, and needs no room where others hold it too.
         """
@@ -52,7 +56,7 @@ class Residency:
         fresh = max(-(-tokens // self.layout.page_tokens) - len(hit), 0)
         at_once = fresh * sum(self.layout.parts) + hit_blocks
         most = min(at_once, self.layout.most_blocks(tokens, in_flight))
-        return bool(most - shared <= room)
+        return max(int(most - shared - room), 0)
 
     def extend(self, request: str, fresh: Sequence[int]) -> list[int]:
         """Gives a request new pages; returns the numbers of pages that can no longer be found.
@@ -63,8 +67,43 @@ class Residency:
         if not fresh:
             return []
         self.pages.take(_rows((c, page) for page in fresh for c in self._classes()))
+        return self._forgotten()
+
+    def _forgotten(self) -> list[int]:
         whole = [number for number, span in enumerate(self.layout.spans) if span.window is None]
         return [int(page) for number, page in self.pages.take_forgotten() if number in whole]
+
+    def give_up(self, request: str, pages: Sequence[int], seat: int | None) -> list[int] | None:
+        """Has heads that choose give up a request's first pages, which lie elsewhere from now on.
+
+        `pages` are all first ones; `seat`: whose slots the request has from now on, None where it
+        has some. Returns the numbers of pages that can no longer be found; None, nothing having
+        changed, where others hold so much of them that there is no room for slots.
+        """
+        first = self._first[request]
+        given = [(c, page) for c in self._choosing() for page in pages[first[c] :]]
+        # They stay to be found until their blocks are needed.
+        self.pages.release(_rows(given), keep=True)
+        forgotten: list[int] = []
+        if seat is not None:
+            try:
+                self.pages.take(self._slots(seat))
+            except PoolFull:
+                self.pages.hold(_rows(given))
+                return None
+            forgotten = self._forgotten()
+        for number in self._choosing():
+            first[number] = len(pages)
+        return forgotten
+
+    def leave_seat(self, seat: int) -> None:
+        """Gives the slots of a seat back."""
+        self.pages.release(self._slots(seat), keep=False)
+
+    def _slots(self, seat: int) -> _Rows:
+        begin = self._virtual_pages + seat * self.layout.slots
+        numbers = range(begin, begin + self.layout.slots)
+        return _rows((c, page) for c in self._choosing() for page in numbers)
 
     def adopt(self, request: str, hit: Sequence[int]) -> None:
         """Gives a request the pages of a prefix hit: those of windows, what coming rows see."""
@@ -143,6 +182,9 @@ class Residency:
 
     def _classes(self) -> range:
         return range(len(self.layout.spans))
+
+    def _choosing(self) -> list[int]:
+        return [number for number in self._classes() if self.layout.budgets[number]]
 
     def _sinks(self) -> list[int]:
         return [self.layout.sink_pages(number) for number in self._classes()]

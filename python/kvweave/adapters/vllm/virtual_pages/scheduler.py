@@ -28,13 +28,22 @@ class PageSchedulerConnector(PoolReporter):
         self.manager = managers[0]
         layout, spec = self.manager.residency.layout, self.manager.kv_cache_spec
         self.block_bytes = layout.block_pages * spec.num_states * spec.state_content_size_bytes
-        self.names = [group_name(span) for span in layout.spans]
+        self.home_bytes = layout.bound_rows * self.block_bytes // layout.block_pages
+        pairs = zip(layout.spans, layout.budgets, strict=True)
+        self.names = [group_name(span, pages) for span, pages in pairs]
 
     def build_connector_meta(self, scheduler_output: Any) -> PageChanges:
         """What changed since the last step."""
         assert self.manager is not None, "the scheduler binds its cache manager first"
         self.count_stalls(scheduler_output)
-        return PageChanges(self.manager.residency.pages.take_changes())
+        far, pages = self.manager.far, self.manager.residency.pages
+        return PageChanges(pages.take_changes(), None if far is None else far.take_changes())
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """There were blocks, for all that the request has by now."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if self.manager is not None and self.manager.far is not None:
+            self.manager.far.know(request, self.manager.pages_of(request.request_id))
 
     def bytes_now(self) -> list[tuple[str, str, int]]:
         """What each class keeps, for requests or to be found again; all else is free to any."""
@@ -46,6 +55,19 @@ class PageSchedulerConnector(PoolReporter):
         ]
         found.append(("any", "free", residency.pages.stats()["free"]))
         return [(group, state, blocks * self.block_bytes) for group, state, blocks in found]
+
+    def host_now(self) -> list[tuple[str, str, int]]:
+        """What heads that choose keep in the host's memory; nothing where none may be there."""
+        far = None if self.manager is None else self.manager.far
+        if far is None:
+            return []
+        counts = {"held": far.held, "free": far.blocks - far.held}
+        return [("top-k", state, blocks * self.home_bytes) for state, blocks in counts.items()]
+
+    def spilled_now(self) -> int:
+        """Bytes that one worker has copied there since the engine started."""
+        far = None if self.manager is None else self.manager.far
+        return 0 if far is None else far.spilled * self.home_bytes
 
     def given_back_now(self) -> Counter[str]:
         """Bytes that each class's windows left behind."""

@@ -15,11 +15,22 @@ from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
 class VirtualPagesSpec(FullAttentionSpec):
     """A page of all heads of a layer, where each keeps what its class does.
 
-    `in_flight`: most tokens of a request that a step computes or that are not yet settled.
+    `in_flight`: most tokens of a request that a step computes or that are not yet settled. Of so
+    many `seats` of requests pages may lie in `host_bytes` of each worker, where they leave devices.
     """
 
     layout: PageLayout
     in_flight: int
+    host_bytes: int = 0
+    seats: int = 0
+
+    @property
+    def home_blocks(self) -> int:
+        """Virtual pages that have room in the host's memory."""
+        if not self.layout.spills:
+            return 0
+        page_bytes: int = self.num_states * self.state_content_size_bytes
+        return self.layout.home_blocks(self.host_bytes, page_bytes)
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """Most memory that a request of the model's length takes in a layer, the null block too."""

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 
 
@@ -14,17 +15,28 @@ class PageWorkerConnector(IdleConnector):
     """Gives the layers of a worker the memory that tables name, and keeps the tables up to date."""
 
     memory: PageMemory | None = None
+    far: FarMemory | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Makes tables over what vLLM allocated, for all layers."""
         config: VllmConfig = self._vllm_config
         layers = [config.compilation_config.static_forward_context[name] for name in kv_caches]
-        self.memory = PageMemory(layers[0].layout, kv_caches)
+        spec = layers[0].get_kv_cache_spec(config)
+        self.memory = PageMemory(spec.layout, kv_caches, spec.seats)
+        if spec.layout.spills:
+            pages = -(-config.model_config.max_model_len // spec.block_size)
+            heads = len(layers[0].budgets.ranked), layers[0].num_kv_heads
+            self.far = FarMemory(self.memory, spec.home_blocks, spec.seats, pages, heads)
         for layer in layers:
-            layer.memory = self.memory
+            layer.memory, layer.far = self.memory, self.far
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Brings the tables up to date, before the step's layers run."""
         super().bind_connector_metadata(connector_metadata)
         assert self.memory is not None, "the worker allocates its cache first"
+        changes = connector_metadata.far
+        if self.far is not None and changes is not None:
+            self.far.copy(changes)
         self.memory.apply(connector_metadata.rows)
+        if self.far is not None and changes is not None:
+            self.far.apply(changes)

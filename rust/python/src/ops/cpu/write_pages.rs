@@ -9,8 +9,9 @@ use crate::dlpack::borrow;
 use crate::reach::Reach;
 use crate::scalars::Number;
 
-/// Bounds of pages [pages, 3, D] to bring up to date, and the table of those that are.
-type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+/// Bounds of pages [pages, 3, D] to bring up to date, the table of those that are, and rows of
+/// bounds that stand for blocks.
+type BoundsArguments<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[pyfunction]
 #[expect(clippy::too_many_arguments, reason = "each is named in Python")]
@@ -33,8 +34,9 @@ pub fn write_pages(
     let slots = Table::of("slots", slots)?;
     let reach = reach.map(|reach| reach.get().core());
     let bounds = bounds
-        .map(|(values, held)| {
-            Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?))
+        .map(|(values, held, rows)| {
+            let rows = rows.map(|rows| Table::of("rows", &rows)).transpose()?;
+            Ok::<_, PyErr>((borrow("bounds", &values)?, Table::of("held", &held)?, rows))
         })
         .transpose()?;
     with_rows!(py, cache.dtype, ("k", k.tensor.dtype), (T, C) => {
@@ -49,12 +51,17 @@ pub fn write_pages(
             cache.expect_apart("cache", &slots.0.tensor, "slots")?;
             let mut read = vec![("cache", &cache), ("k", k), ("v", v), ("slots", &slots.0.tensor)];
             let bounds = match &bounds {
-                Some((values, held)) => {
+                Some((values, held, rows)) => {
                     read.push(("held", &held.0.tensor));
+                    if let Some(rows) = rows {
+                        read.push(("rows", &rows.0.tensor));
+                        cache.expect_apart("cache", &rows.0.tensor, "rows")?;
+                    }
                     let shape = [("pages", None), ("3", Some(3)), ("D", Some(geometry.head_dim))];
                     let values = output("bounds", &values.tensor, &shape, &read)?;
                     cache.expect_apart("cache", &held.0.tensor, "held")?;
-                    Some(PageBounds { values, held: held.rows("held")? })
+                    let rows = rows.as_ref().map(|rows| rows.list("rows")).transpose()?;
+                    Some(PageBounds { values, held: held.rows("held")?, rows })
                 }
                 None => None,
             };

@@ -14,9 +14,9 @@ use crate::reach::Reach;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
-/// Bounds of pages [pages, 3, D], or of keys [pages, 2, D], to bring up to date, and the table of
-/// those that are.
-type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>);
+/// Bounds of pages [pages, 3, D], or of keys [pages, 2, D], to bring up to date, the table of those
+/// that are, and rows of bounds that stand for blocks.
+type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>, Option<TablePair<'py>>);
 
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
@@ -101,14 +101,18 @@ fn elements_of(bounds: &BoundsLaunch) -> usize {
 /// Dtype and vectors of a page's bounds, unless they are keys.
 const THREE: (DType, (&str, Option<usize>)) = (DType::F32, ("3", Some(3)));
 
+type HeldRows<'a> = (&'a [[i32; 3]], Option<&'a [i32]>);
+
 struct Bounds<'py> {
     values: Borrowed<'py>,
     held: DeviceTable<'py>,
+    rows: Option<DeviceTable<'py>>,
 }
 
 impl<'py> Bounds<'py> {
-    fn of((values, held): &BoundsArguments<'py>) -> PyResult<Self> {
-        Ok(Self { values: borrow("bounds", values)?, held: DeviceTable::of("held", held)? })
+    fn of((values, held, rows): &BoundsArguments<'py>) -> PyResult<Self> {
+        let rows = rows.as_ref().map(|rows| DeviceTable::of("rows", rows)).transpose()?;
+        Ok(Self { values: borrow("bounds", values)?, held: DeviceTable::of("held", held)?, rows })
     }
 
     fn launch(
@@ -122,15 +126,25 @@ impl<'py> Bounds<'py> {
         cache.expect_apart("cache", &self.held.on_device.tensor, "held")?;
         let mut read = read.to_vec();
         read.push(("held", &self.held.on_device.tensor));
+        let mut rows = None;
+        if let Some(table) = &self.rows {
+            cache.expect_apart("cache", &table.on_device.tensor, "rows")?;
+            read.push(("rows", &table.on_device.tensor));
+            rows = Some(table.list("rows", place)?.0);
+        }
         let values = &self.values.tensor;
         let keys = cache.dtype.bytes() == 2 && values.dtype == cache.dtype;
         let (dtype, vectors) = if keys { (cache.dtype, ("2", Some(2))) } else { THREE };
         let shape = [("pages", None), vectors, ("D", Some(head_dim))];
         let values = place.output("bounds", values, (dtype, &shape), &read)?;
-        Ok(BoundsLaunch { values, keys, held, held_count })
+        Ok(BoundsLaunch { values, keys, held, rows, held_count })
     }
 
-    fn held_on_host(&self) -> Result<Option<&[[i32; 3]]>, Failure> {
-        self.held.rows_on_host("held")
+    /// Held blocks and their rows, where both are looked at here.
+    fn held_on_host(&self) -> Result<Option<HeldRows<'_>>, Failure> {
+        let held = self.held.rows_on_host("held")?;
+        let Some(table) = &self.rows else { return Ok(held.map(|held| (held, None))) };
+        let rows = table.list_on_host("rows")?;
+        Ok(held.zip(rows).map(|(held, rows)| (held, Some(rows))))
     }
 }

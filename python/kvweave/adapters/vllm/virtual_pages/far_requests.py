@@ -1,0 +1,197 @@
+"""Which requests' pages lie in the host's memory, and where there. Needs no vLLM.
+
+Heads that choose pages read few in a decode step (FlexiCache, section 3.3). So where blocks run
+short, requests that decode have their full pages of such heads copied to the host's memory and give
+the blocks back, but for slots, into which what is chosen is brought. A request's newest page stays,
+and nothing returns before the request ends. Copies are made by the workers before the step for
+which room was wanted; all here is numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvweave.adapters.vllm.virtual_pages.residency import Residency
+
+_Rows = npt.NDArray[np.int32]
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class FarChanges:
+    """What changed for the workers, all i32; `copies` are made first.
+
+    `copies` [N, 2]: virtual page, and the block of the host's memory that it is copied to. `begun`
+    [K]: seats that were taken, of which nothing is known. `homes` [N, 3]: seat, number of a page of
+    its request, and the block at home. `counts` [K, 2]: seat, and how many pages lie at home.
+    `newest` [N, 2]: virtual page, and the seat whose request writes it, or `NOBODY`.
+    """
+
+    copies: _Rows
+    begun: _Rows
+    homes: _Rows
+    counts: _Rows
+    newest: _Rows
+
+
+@dataclass
+class _Seated:
+    """A request of vLLM with a seat: its blocks at home, by number of its pages, if any.
+
+    `prompt`: the tokens that it had when it was given its first blocks. `newest`: pages that it
+    wrote last.
+    """
+
+    request: Any
+    prompt: int
+    seat: int
+    homes: list[int] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)
+
+
+class FarRequests:
+    """Requests by how much of them lies at home, in `blocks` of the host's memory.
+
+    Each has one of so many `seats`, by which workers keep what it has chosen and the slots that it
+    may have; without one it stays on the device. `spilled`: pages copied so far.
+    """
+
+    def __init__(self, residency: Residency, blocks: int, seats: int) -> None:
+        self.residency = residency
+        self.blocks = blocks
+        self.spilled = 0
+        self._free = list(range(blocks - 1, -1, -1))
+        self._seats = list(range(seats - 1, -1, -1))
+        # Given back in this step: workers may still copy to these.
+        self._leaving: list[int] = []
+        self._of: dict[str, _Seated] = {}
+        self._copies: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._homes: dict[tuple[int, int], int] = {}
+        self._counts: dict[int, int] = {}
+        self._newest: dict[int, int] = {}
+
+    @property
+    def held(self) -> int:
+        """Blocks of the host's memory that requests have."""
+        return self.blocks - len(self._free) - len(self._leaving)
+
+    @property
+    def away(self) -> int:
+        """Requests that have pages there."""
+        return sum(1 for seated in self._of.values() if seated.homes)
+
+    def at_home(self, name: str) -> int:
+        """How many of a request's first pages lie at home."""
+        seated = self._of.get(name)
+        return 0 if seated is None else len(seated.homes)
+
+    def know(self, request: Any, pages: Sequence[int]) -> None:
+        """Takes note of a request of vLLM that has been given its first pages."""
+        name: str = request.request_id
+        if name in self._of or not self._seats:
+            return
+        self._of[name] = _Seated(request, int(request.num_tokens), self._seats.pop())
+        self._begun.add(self._of[name].seat)
+        self.writes(name, pages)
+
+    def make_room(
+        self, lacking: Callable[[], int], pages_of: Callable[[str], Sequence[int]]
+    ) -> list[int]:
+        """Has requests give up blocks until so many no longer lack, if that is possible.
+
+        Those that free most go first. Returns the numbers of pages that can no longer be found.
+        """
+        forgotten: list[int] = []
+        for name, end in self._plan(lacking()):
+            forgotten += self._spill(name, pages_of(name), end)
+            if not lacking():
+                break
+        return forgotten
+
+    def _plan(self, wanted: int) -> list[tuple[str, int]]:
+        """Who gives up which first pages so that so many blocks are free; nobody if too few are."""
+        blocks, gained = len(self._free), 0
+        plan = []
+        able = ((self._gain(seated, blocks)[0], name) for name, seated in self._of.items())
+        for _, name in sorted((of for of in able if of[0] > 0), reverse=True):
+            if gained >= wanted:
+                break
+            gain, end = self._gain(self._of[name], blocks)
+            if gain > 0:
+                plan.append((name, end))
+                gained += gain
+                blocks -= end - self.at_home(name)
+        return plan if gained >= wanted else []
+
+    def _gain(self, seated: _Seated, blocks: int) -> tuple[int, int]:
+        """Blocks that a request may free, and how many of its first pages lie at home then.
+
+        `blocks`: those at home that are left for it.
+        """
+        begin, layout, done = len(seated.homes), self.residency.layout, seated.request
+        if done.num_computed_tokens < seated.prompt:
+            return 0, begin
+        end = min(done.num_computed_tokens // layout.page_tokens, begin + blocks)
+        slots = 0 if begin else layout.slots
+        return (end - begin - slots) * len(layout.choosing), end
+
+    def _spill(self, name: str, pages: Sequence[int], end: int) -> list[int]:
+        far = self._of[name]
+        first = len(far.homes)
+        seat = None if first else far.seat
+        forgotten = self.residency.give_up(name, pages[:end], seat)
+        if forgotten is None:
+            return []
+        for number, page in enumerate(pages[first:end], first):
+            block = self._free.pop()
+            far.homes.append(block)
+            self._copies[block] = int(page)
+            self._homes[far.seat, number] = block
+        self._counts[far.seat] = end
+        self.spilled += end - first
+        return forgotten
+
+    def writes(self, name: str, pages: Sequence[int]) -> None:
+        """Takes note of pages that a request was given: by the last one it is recognised."""
+        seated = self._of.get(name)
+        if seated is not None and pages:
+            seated.newest.append(int(pages[-1]))
+            self._newest[int(pages[-1])] = seated.seat
+
+    def drop(self, name: str) -> None:
+        """Gives back all that a request has here."""
+        seated = self._of.pop(name, None)
+        if seated is None:
+            return
+        if seated.homes:
+            self.residency.leave_seat(seated.seat)
+            self._counts[seated.seat] = 0
+        self._leaving += seated.homes
+        self._seats.append(seated.seat)
+        self._begun.discard(seated.seat)
+        self._newest.update(dict.fromkeys(seated.newest, NOBODY))
+
+    def take_changes(self) -> FarChanges:
+        """What changed since this was last asked."""
+        made = FarChanges(
+            _rows([(page, block) for block, page in self._copies.items()], 2),
+            np.array(sorted(self._begun), np.int32),
+            _rows([(*at, block) for at, block in self._homes.items()], 3),
+            _rows(list(self._counts.items()), 2),
+            _rows(list(self._newest.items()), 2),
+        )
+        self._free += self._leaving
+        self._leaving = []
+        for changes in (self._copies, self._begun, self._homes, self._counts, self._newest):
+            changes.clear()
+        return made
+
+
+def _rows(rows: list[tuple[int, ...]], columns: int) -> _Rows:
+    return np.array(rows, np.int32).reshape(-1, columns)
