@@ -81,7 +81,9 @@ class Faults:
             return len(known) > 0
         pages = torch.as_tensor(home.blocks).cpu().numpy()[known[:, 0] // home.ranks, known[:, 1]]
         for of in self.of():
-            if of.home is not None and of.pool.pages is home.data:
+            memory = of.pool.pages.untyped_storage().data_ptr()
+            # Seen from the page of a head's rank on it is the same memory.
+            if of.home is not None and home.data.untyped_storage().data_ptr() == memory:
                 own = blocks_of(of.home)
                 if np.isin(pages, own[:, None] + np.arange(of.pool.budget.heads)).any():
                     return True

@@ -228,7 +228,11 @@ def refused_by_a_runner() -> str:
 
 IN_ENGINES: dict[tuple[str, str], str] = {
     (engine.HEADS, engine.PAGES): "test_virtual_pages.py::test_local_heads_are_masked_ones",
+    (engine.TOP_K, engine.PAGES): "test_virtual_pages_top_k.py::"
+    "test_pages_leave_for_the_host_and_answers_stay",
     (engine.HEADS, engine.SEGMENTS): "test_segments_heads.py::test_answers_are_the_runners",
+    (engine.TOP_K, "tensor_parallel_size"): "test_two_ranks.py::"
+    "test_pages_leave_for_the_host_on_two_ranks_as_on_one",
     (engine.TOP_K, engine.SEGMENTS): "test_segments_heads.py::test_beside_heads_that_choose_pages",
     (
         engine.HEADS,

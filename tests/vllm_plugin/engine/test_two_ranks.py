@@ -40,10 +40,25 @@ def test_packed_segments_on_two_ranks_are_those_of_one() -> None:
     assert two["hits"] == one["hits"] > 0
 
 
-@pytest.mark.skipif(
+IN_PAGES = pytest.mark.skipif(
     not versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES),
     reason="virtual pages are not for this version of vLLM",
 )
+
+
+@IN_PAGES
+def test_pages_leave_for_the_host_on_two_ranks_as_on_one() -> None:
+    """What a rank's heads choose it has at home, and so has the other one."""
+    one, less, *two = two_ranks("far")
+    assert one["left"] == 0 < less["left"]
+    assert [rank["left"] > 0 for rank in two] == [False, True]
+    for said in (less, *two):
+        assert said["said"] == one["said"]
+        assert said["first"] == pytest.approx(one["first"], abs=2e-3)
+        assert said["preempted"] == 0
+
+
+@IN_PAGES
 def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
     """Tables are the same on both, whatever heads of a map they have."""
     one, again, two, found = two_ranks("pages")

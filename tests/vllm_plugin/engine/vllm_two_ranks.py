@@ -2,7 +2,8 @@
 
 `mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
 and kvweave's Runner stands beside them. `packed`: segments in packed pages, `pages`: virtual pages,
-each beside an engine of one rank. `drafted`: on a GPU, drafts whose steps become a graph, likewise.
+`far`: such pages in the host's memory, each beside an engine of one rank. `drafted`: on a GPU, drafts
+whose steps become a graph, likewise.
 Scheduler, workers and front are processes of their own.
 """
 
@@ -110,6 +111,38 @@ def pages(folder: Path) -> None:
                 say(said=[one.tokens for one in found], first=first)
 
 
+def far(folder: Path) -> None:
+    """Pages of heads that choose leave for the host, under a map whose classes ranks have unlike
+    numbers of; in the memory that all have, and in less.
+    """
+    from families import tiny
+    from ranked_pages import FULL, top_k
+    from test_pool_metrics import shown
+    from test_top_k import CHANGES
+    from test_virtual_pages import virtual, window, written
+    from test_virtual_pages_top_k import LONG
+    from vllm_engines import answers, engine, metric
+
+    model = tiny("llama", **CHANGES)
+    model.save_pretrained(folder / "model")
+    kinds = [top_k(4, 16), FULL, top_k(4, 16), window(16, 40), top_k(6, 16)]
+    heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
+    numbers = range(heads)
+    classes = [[kinds[(layer * heads + head) % 5] for head in numbers] for layer in range(layers)]
+    under = virtual(heads=written(folder, classes))
+    under["additional_config"]["kvweave"]["host_bytes"] = 64 << 20
+    under["enable_prefix_caching"] = False
+    # Of a block two ranks have half of the heads each, and bounds more of what is left.
+    for ranks, blocks in (({}, 200), (RANKS, 110)):
+        for room in ({}, {"num_gpu_blocks_override": blocks}):
+            with engine(folder / "model", under, **ranks, **room) as llm:
+                found = answers(llm, LONG, 40)
+                first = [one.logprobs[0] for one in found]
+                left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
+                said = [one.tokens for one in found]
+                say(said=said, first=first, left=left, preempted=preempted)
+
+
 def mapped(folder: Path) -> None:
     """A document at two places, a knowledge base, markers that are malformed, and a folder."""
     from families import tiny
@@ -179,6 +212,6 @@ def drafted(folder: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    parts = {"mapped": mapped, "packed": packed, "pages": pages, "drafted": drafted}
+    parts = {"mapped": mapped, "packed": packed, "pages": pages, "far": far, "drafted": drafted}
     with TemporaryDirectory() as made:
         parts[sys.argv[1]](Path(made))
