@@ -169,7 +169,8 @@ class World:
         entries[0, :, :count, 0] = blocks[chosen[0, :, :count]]
         read = torch.from_numpy(entries)
         rows = torch.tensor([life.row])
-        self.slots.room.bring((0, heads), rows, torch.from_numpy(chosen), read)
+        room = self.slots.room
+        room.bring((0, heads), room.of(rows), torch.from_numpy(chosen), read)
         failed = self.slots.failures.pop(life.row, None)
         if failed is not None:
             assert isinstance(failed, TransferFailed)

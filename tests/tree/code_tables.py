@@ -232,7 +232,7 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     "test_pages_leave_for_the_host_and_answers_stay",
     (engine.HEADS, engine.SEGMENTS): "test_segments_heads.py::test_answers_are_the_runners",
     (engine.TOP_K, "tensor_parallel_size"): "test_two_ranks.py::"
-    "test_pages_leave_for_the_host_on_two_ranks_as_on_one",
+    "test_pages_of_two_ranks_leave_for_the_host",
     (engine.TOP_K, engine.SEGMENTS): "test_segments_heads.py::test_beside_heads_that_choose_pages",
     (
         engine.HEADS,

@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
-    {"always_read", "arguments", "closing", "device_memory", "flops"},
+    {"always_read", "arguments", "closing", "device_memory", "flops", "spare_slots"},
     {"cache", "ops", "scheduler", "store"},
     {"remote"},
     {"drawn", "plan", "models", "payload"},

@@ -86,12 +86,17 @@ def vllm_config(
         text = server_config(read.architecture, metrics=metrics, **chosen)
         if heads is not None:
             check_map(heads, read.layers, read.kv_heads, ranks, virtual_pages)
+    _tell(text, model, out_file)
+
+
+def _tell(text: str, model: str, out_file: Path | None) -> None:
+    """Prints a configuration, or writes it and prints the command that reads it."""
     if out_file is None:
         out().print(text, end="", markup=False, highlight=False, soft_wrap=True)
-    else:
-        out_file.write_text(text, encoding="utf-8")
-        command = shlex.join(["vllm", "serve", model, "--config", str(out_file)])
-        out().print(command, markup=False, highlight=False, soft_wrap=True)
+        return
+    out_file.write_text(text, encoding="utf-8")
+    command = shlex.join(["vllm", "serve", model, "--config", str(out_file)])
+    out().print(command, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_suffix(out_file: Path | None) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvweave import InvalidArgument
+from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.top_k.bounds import bound_share
 from kvweave.adapters.vllm.virtual_pages.choosing_attention import VirtualChoosingAttention
+from kvweave.adapters.vllm.virtual_pages.layout import layout_of
 from ranked_pages import FULL, WINDOW, top_k
 from test_head_split import checkpoint_of
 from test_pool_metrics import shown, states
-from test_top_k import KINDS, PROMPTS, defined, written
-from test_virtual_pages import memory_of, nothing_is_lost, residency_of, scheduler_of, virtual
+from test_top_k import HEADS, KINDS, LAYERS, PAGE, PROMPTS, defined, written
+from test_virtual_pages import memory_of, nothing_is_lost, scheduler_of, virtual
 from vllm_engines import answers, engine, metric, prompt, same, sampling
 
 HOST = 64 << 20
@@ -38,12 +42,13 @@ def nothing_is_left(llm: Any) -> None:
     assert (far.held, far.away) == (0, 0)
 
 
-def sizes_of(model: Path, choice: dict[str, Any]) -> tuple[int, int]:
+def sizes_of(
+    path: Path, *, spills: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[int, int]:
     """Pages of a head that vLLM takes for a page of its own, and for a request of 512 tokens."""
-    with engine(model, choice) as llm:
-        layout = residency_of(llm).layout
-        spec = scheduler_of(llm).kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        return layout.head_slots, layout.charged(512, spec.in_flight)
+    share = bound_share(dtype, torch.device(device), PAGE)
+    layout = layout_of(read_classes(path, LAYERS, HEADS), PAGE).with_bounds(share, spills=spills)
+    return layout.head_slots, layout.charged(512, 2 * 64)
 
 
 def expect_bounds(llm: Any) -> int:
@@ -110,7 +115,7 @@ def test_pages_leave_for_the_host_and_answers_stay(checkpoint, tmp_path, kinds, 
     path, model = written(tmp_path, kinds), checkpoint_of(checkpoint, "llama")
     wanted = [defined("llama", kinds, given, 40, paced=paced) for given in LONG]
     choices = {"host": with_host(path), "device": virtual("llama", path)}
-    sizes = {name: sizes_of(model, choice) for name, choice in choices.items()}
+    sizes = {name: sizes_of(path, spills=name == "host") for name in choices}
     memory, most = 1.3 * max(charged for _, charged in sizes.values()), {}
     for name, choice in choices.items():
         changes = {"num_gpu_blocks_override": int(memory / sizes[name][0])}
@@ -137,9 +142,9 @@ def test_pages_leave_for_the_host_and_answers_stay(checkpoint, tmp_path, kinds, 
 KINDS_OF_HOST = [top_k(4), FULL]
 
 
-def tight(path: Path, model: Path, requests: float = 1.3) -> dict[str, Any]:
+def tight(path: Path, requests: float = 1.3) -> dict[str, Any]:
     """An engine's changes with room for so many requests of 512 tokens that all stay."""
-    slots, charged = sizes_of(model, with_host(path))
+    slots, charged = sizes_of(path, spills=True)
     blocks = int(requests * charged / slots)
     return {"enable_prefix_caching": False, "num_gpu_blocks_override": blocks}
 
@@ -149,7 +154,7 @@ def test_a_host_that_is_full_takes_what_it_has_room_for(checkpoint, tmp_path, pa
     """Others wait; all say what they say with all room."""
     path, model = written(tmp_path, KINDS_OF_HOST), checkpoint_of(checkpoint, "llama")
     wanted = [defined("llama", KINDS_OF_HOST, given, 40) for given in LONG]
-    changes = tight(path, model)
+    changes = tight(path)
     with engine(model, with_host(path), **changes) as llm:
         spec = scheduler_of(llm).kv_cache_config.kv_cache_groups[0].kv_cache_spec
         size = spec.host_bytes // spec.home_blocks
@@ -167,7 +172,7 @@ def test_a_host_that_is_full_takes_what_it_has_room_for(checkpoint, tmp_path, pa
 def test_requests_that_are_aborted_leave_nothing(checkpoint, tmp_path) -> None:
     """In any step, with copies on their way; those that stay say what they say alone."""
     path, model = written(tmp_path, KINDS_OF_HOST), checkpoint_of(checkpoint, "llama")
-    changes, random = tight(path, model), np.random.default_rng(3)
+    changes, random = tight(path), np.random.default_rng(3)
     wanted = defined("llama", KINDS_OF_HOST, LONG[0], 40)
     with engine(model, with_host(path), **changes) as llm:
         inner, away = llm.llm_engine, 0
@@ -193,7 +198,7 @@ def test_prefixes_are_found_beside_pages_of_the_host(checkpoint, tmp_path) -> No
     tails = [prompt(120 + 10 * seed, 20 + seed)["prompt_token_ids"] for seed in range(4)]
     prompts = [{"prompt_token_ids": head + tail} for tail in tails]
     wanted = [defined("llama", KINDS_OF_HOST, given, 30) for given in prompts]
-    changes = {**tight(path, model, 1.1), "enable_prefix_caching": True}
+    changes = {**tight(path, 1.1), "enable_prefix_caching": True}
     with engine(model, with_host(path), **changes) as llm:
         for _ in range(3):
             got = answers(llm, prompts, 30)
@@ -206,7 +211,7 @@ def test_prefixes_are_found_beside_pages_of_the_host(checkpoint, tmp_path) -> No
 
 def test_bytes_of_the_host_are_on_the_metrics(checkpoint, tmp_path, monkeypatch) -> None:
     path, model = written(tmp_path, KINDS_OF_HOST), checkpoint_of(checkpoint, "llama")
-    with engine(model, with_host(path), **tight(path, model)) as llm:
+    with engine(model, with_host(path), **tight(path)) as llm:
         found = states(llm, LONG[:3], monkeypatch, 40)
         far, home = manager_of(llm).far, scheduler_of(llm).connector.home_bytes
     held = [step["top-k", "held"] for step in found if ("top-k", "held") in step]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.platforms import current_platform
 
 from ranked_pages import FULL, WINDOW, top_k
@@ -64,7 +65,7 @@ def test_bounds_are_of_the_keys(checkpoint, tmp_path, dtype: str) -> None:
 
 def far_answers(model: Path, path: Path, mode: str, dtype: str, requests: float) -> list[Answer]:
     """What an engine says in memory for so many requests of 512 tokens that all stay."""
-    slots, charged = sizes_of(model, {**with_host(path), "dtype": dtype, **MEMORY})
+    slots, charged = sizes_of(path, spills=True, dtype=getattr(torch, dtype), device="cuda")
     blocks = int(requests * charged / slots)
     changes = {"enable_prefix_caching": False, "num_gpu_blocks_override": blocks}
     with started(model, with_host(path), mode, dtype, **changes) as llm:

@@ -2,9 +2,9 @@
 
 `mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
 and kvweave's Runner stands beside them. `packed`: segments in packed pages, `pages`: virtual pages,
-`far`: such pages in the host's memory, each beside an engine of one rank. `drafted`: on a GPU, drafts
-whose steps become a graph, likewise.
-Scheduler, workers and front are processes of their own.
+`far`: such pages in the host's memory, each beside an engine of one rank. `drafted`: on a GPU,
+drafts whose steps become a graph, likewise. Scheduler, workers and front are processes of their
+own.
 """
 
 from __future__ import annotations
@@ -113,34 +113,31 @@ def pages(folder: Path) -> None:
 
 def far(folder: Path) -> None:
     """Pages of heads that choose leave for the host, under a map whose classes ranks have unlike
-    numbers of; in the memory that all have, and in less.
+    numbers of; in all memory, in less, and as transformers' own decoding has it.
     """
     from families import tiny
-    from ranked_pages import FULL, top_k
+    from ranked_pages import FULL, WINDOW, top_k
     from test_pool_metrics import shown
-    from test_top_k import CHANGES
-    from test_virtual_pages import virtual, window, written
+    from test_top_k import CHANGES, defined, written
+    from test_virtual_pages import virtual
     from test_virtual_pages_top_k import LONG
     from vllm_engines import answers, engine, metric
 
     model = tiny("llama", **CHANGES)
     model.save_pretrained(folder / "model")
-    kinds = [top_k(4, 16), FULL, top_k(4, 16), window(16, 40), top_k(6, 16)]
-    heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
-    numbers = range(heads)
-    classes = [[kinds[(layer * heads + head) % 5] for head in numbers] for layer in range(layers)]
-    under = virtual(heads=written(folder, classes))
+    deal = [top_k(4, 16), FULL, top_k(4, 16), WINDOW, top_k(6, 16)]
+    under = virtual(heads=written(folder, deal))
     under["additional_config"]["kvweave"]["host_bytes"] = 64 << 20
     under["enable_prefix_caching"] = False
-    # Of a block two ranks have half of the heads each, and bounds more of what is left.
-    for ranks, blocks in (({}, 200), (RANKS, 110)):
-        for room in ({}, {"num_gpu_blocks_override": blocks}):
-            with engine(folder / "model", under, **ranks, **room) as llm:
-                found = answers(llm, LONG, 40)
-                first = [one.logprobs[0] for one in found]
-                left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
-                said = [one.tokens for one in found]
-                say(said=said, first=first, left=left, preempted=preempted)
+    for room in ({}, {"num_gpu_blocks_override": 110}):
+        with engine(folder / "model", under, **RANKS, **room) as llm:
+            found = answers(llm, LONG, 40)
+            first = [one.logprobs[0] for one in found]
+            left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
+            said = [one.tokens for one in found]
+            say(said=said, first=first, left=left, preempted=preempted)
+    plain = [defined("llama", deal, given, 40, paced=True) for given in LONG]
+    say(said=[one.tokens for one in plain], first=[one.logprobs[0] for one in plain])
 
 
 def mapped(folder: Path) -> None:

@@ -24,11 +24,9 @@ from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.transfers import MAY_PASS, Transfers
+from kvweave.spare_slots import slots_for
 
 Way = Literal["fetch", "spill"]
-
-_SPARE = 8
-"""One slot of so many more than a head reads: pages that were chosen lately stay there."""
 
 _PAGES_AT_ONCE = 4096
 """Pages that are copied at once where the host does it."""
@@ -135,7 +133,7 @@ class HostPool:
     @property
     def slots(self) -> int:
         """Pages of a head that have room on the device once the others lie here."""
-        return self.budget.pages + -(-self.budget.pages // _SPARE)
+        return slots_for(self.budget.pages)
 
     @property
     def block_bytes(self) -> int:

@@ -9,4 +9,8 @@ memory that vLLM allocated. So heads may keep what others of the same layer give
 by way of `connector`), where `worker` brings the tables of `page_memory` up to date. `builder`
 makes each step's tables of them, and the layers that `model` sets up read and write their KV with
 `attention` and `backend`.
+
+Where heads choose pages, `choosing_builder` and `choosing_attention` stand in their place. Pages of
+such heads may be far, in the host's memory: `far_requests` is the scheduler's part of that,
+`far_memory` a worker's, and `far_choice` what a step's layers do with it.
 """

@@ -17,14 +17,12 @@ import numpy.typing as npt
 
 from kvweave.adapters.vllm.backend.attention_span import AttentionSpan
 from kvweave.adapters.vllm.heads.class_map import HeadClass
+from kvweave.adapters.vllm.top_k.map import ALL
 from kvweave.errors import Unsupported
+from kvweave.spare_slots import slots_for
 
 # What a table costs, as a share of a page's memory: each is a gather in every step.
 TABLE_COST = 0.01
-ALL = 0
-"""The budget of heads that read all that they keep."""
-_SPARE = 8
-"""One slot of so many more than a head reads: pages that were chosen lately stay there."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ class PageLayout:
     @property
     def slots(self) -> int:
         """Pages of a head that have room on the device once the others lie in the host's memory."""
-        most = max(self.budgets)
-        return most + -(-most // _SPARE) if self.spills else 0
+        return slots_for(max(self.budgets)) if self.spills else 0
 
     def home_blocks(self, host_bytes: int, page_bytes: int) -> int:
         """Virtual pages that so many bytes of the host have room for; pages of a head have these.
