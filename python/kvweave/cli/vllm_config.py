@@ -69,7 +69,7 @@ def vllm_config(
         "store_bytes": _bytes("store-gib", store_gib),
         "store_quota_bytes": _bytes("store-quota-gib", store_quota_gib),
     }
-    host_bytes = _bytes("offload-gib", offload_gib)
+    offloaded = _bytes("offload-gib", offload_gib)
     _check_suffix(out_file)
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
@@ -79,13 +79,14 @@ def vllm_config(
         **sizes,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
-    if host_bytes is not None:
-        text = _offloading(host_bytes, metrics, chosen)
+    if offloaded is not None:
+        text = _offloading(offloaded, metrics, chosen)
     else:
         read = served_model(model)
         text = server_config(read.architecture, metrics=metrics, **chosen)
         if heads is not None:
-            check_map(heads, read.layers, read.kv_heads, ranks, virtual_pages)
+            of_model, host = (read.layers, read.kv_heads, ranks), host_gib is not None
+            check_map(heads, *of_model, virtual_pages=virtual_pages, host=host)
     _tell(text, model, out_file)
 
 

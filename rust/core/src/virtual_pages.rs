@@ -145,6 +145,16 @@ impl VirtualPages {
         Ok(counts.free + counts.cached - cached.count())
     }
 
+    /// Blocks that nobody would hold any more if each of these pages lost a holder.
+    ///
+    /// # Errors
+    /// As [`Self::is_kept`].
+    pub fn held_alone(&self, pages: &[ClassPage]) -> Result<usize, Error> {
+        self.inside(pages)?;
+        let alone = pages.iter().filter(|&&at| self.holders(at) == 1);
+        Ok(alone.map(|at| self.tables.range(at.0).len()).sum())
+    }
+
     /// Gives these pages blocks and a holder, all or nothing; what was kept of them is void.
     ///
     /// # Errors

@@ -134,6 +134,8 @@ impl Model {
                 let spared = if cached { blocks(&at) } else { 0 };
                 let room = counts.free + counts.cached - spared;
                 assert_eq!(pages.room_beside(&[at]).unwrap(), room);
+                let alone = if self.holders(&at) == 1 { blocks(&at) } else { 0 };
+                assert_eq!(pages.held_alone(&[at]).unwrap(), alone);
             }
         }
     }

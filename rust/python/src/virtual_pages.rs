@@ -94,6 +94,11 @@ impl VirtualPages {
         self.with(pages, |tables, pages| tables.room_beside(pages))
     }
 
+    /// Blocks that nobody would hold any more if each of i32 [N, 2] lost a holder.
+    fn held_alone(&self, pages: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.with(pages, |tables, pages| tables.held_alone(pages))
+    }
+
     /// (table, page, arena page of the block or 0) of what changed since this was last asked:
     /// i32 [N, 3].
     fn take_changes<'py>(&self, py: Python<'py>) -> PyResult<Rows<'py>> {

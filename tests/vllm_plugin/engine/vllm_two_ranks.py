@@ -113,7 +113,7 @@ def pages(folder: Path) -> None:
 
 def far(folder: Path) -> None:
     """Pages of heads that choose leave for the host, under a map whose classes ranks have unlike
-    numbers of; in all memory, in less, and as transformers' own decoding has it.
+    numbers of, and as transformers' own decoding has it.
     """
     from families import tiny
     from ranked_pages import FULL, WINDOW, top_k
@@ -129,13 +129,11 @@ def far(folder: Path) -> None:
     under = virtual(heads=written(folder, deal))
     under["additional_config"]["kvweave"]["host_bytes"] = 64 << 20
     under["enable_prefix_caching"] = False
-    for room in ({}, {"num_gpu_blocks_override": 110}):
-        with engine(folder / "model", under, **RANKS, **room) as llm:
-            found = answers(llm, LONG, 40)
-            first = [one.logprobs[0] for one in found]
-            left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
-            said = [one.tokens for one in found]
-            say(said=said, first=first, left=left, preempted=preempted)
+    with engine(folder / "model", under, **RANKS, num_gpu_blocks_override=110) as llm:
+        found = answers(llm, LONG, 40)
+        left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
+        said, first = [one.tokens for one in found], [one.logprobs[0] for one in found]
+        say(said=said, first=first, left=left, preempted=preempted)
     plain = [defined("llama", deal, given, 40, paced=True) for given in LONG]
     say(said=[one.tokens for one in plain], first=[one.logprobs[0] for one in plain])
 

@@ -97,6 +97,8 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     for name, beside in BESIDE.items():
         alone = given.get(name) is not None and not given.get(beside)
         _require(where[name], not alone, f"it beside {beside}", given.get(name))
+    needed = given.get("host_bytes") is None or given.get("heads") is not None
+    _require(where["host_bytes"], needed, "it beside heads", given.get("host_bytes"))
     share = given.get("frozen_share", 0.5)
     in_range = isinstance(share, (int, float)) and not isinstance(share, bool) and 0 <= share <= 1
     _require(where["frozen_share"], in_range, "a share in 0..1", share)

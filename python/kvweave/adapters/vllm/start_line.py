@@ -62,8 +62,8 @@ def _features(config: Any, options: Options) -> Iterator[str]:
     if options.heads is not None:
         yield f"heads of {options.heads}: {_kinds(config, options)}"
     if options.virtual_pages:
-        far = "" if options.host_bytes is None else f", {options.host_bytes / GIB:.2f} GiB of hosts"
-        yield f"virtual pages{far}"
+        host = options.host_bytes
+        yield "virtual pages" + ("" if host is None else f", {host / GIB:.2f} GiB of the host")
     if options.segment_bytes is not None:
         size, share = options.segment_bytes / GIB, round(options.frozen_share * 100)
         packed = "" if options.segment_dtype is None else f" packed in {options.segment_dtype}"

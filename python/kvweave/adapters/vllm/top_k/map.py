@@ -38,8 +38,8 @@ def budgets_of(
 ) -> PageBudgets:
     """The budgets of one of `ranks` that hold equal shares of the heads, in the model's order.
 
-    `rerank_every` of the map is not looked at: pages are ranked at every step. `windows`: whether
-    other heads may have some.
+    `rerank_every` is not looked at here: pages are ranked at every step, but where a layout is
+    paced. `windows`: whether other heads may have some.
 
     Errors: `Unsupported` for heads with a window beside top-k heads that may not have one, and for
     heads that the ranks do not divide; `InvalidArgument` for a budget below the pages that are

@@ -33,5 +33,14 @@ class PromptPrefixManager(FullAttentionManager):
 
     def cache_blocks(self, request: Any, num_tokens: int, *others: Any, **named: Any) -> None:
         """Lets later requests find the blocks of exact tokens alone."""
-        exact = max(request.num_prompt_tokens, self.kv_cache_spec.exact_tokens)
+        exact = exact_tokens_of(request, self.kv_cache_spec.exact_tokens)
         super().cache_blocks(request, min(num_tokens, exact), *others, **named)
+
+
+def exact_tokens_of(request: Any, least: int) -> int:
+    """Tokens at a request's start of which no head chose: of its prompt, and at least so many.
+
+    To vLLM what a session of streamed inputs was answered is part of its prompt.
+    """
+    streams = getattr(request, "resumable", False)
+    return least if streams else max(int(request.num_prompt_tokens), least)

@@ -69,10 +69,9 @@ class FarChoice:
         self._rows = {table: room.of(self._seats) for table, room in memory.rooms.items()}
         if not layout.paced:
             return chooses
-        begins = batch.lengths - 1 == number * layout.page_tokens
-        goes_on = memory.known.index_select(0, self._seats) & ~begins
+        goes_on = memory.chosen_at.index_select(0, self._seats) == number
         self._again = chooses & goes_on & (self._seats != memory.nobody)
-        memory.known.index_fill_(0, self._seats, True)
+        memory.chosen_at.index_copy_(0, self._seats, number.int())
         return chooses & ~self._again
 
     def kept(

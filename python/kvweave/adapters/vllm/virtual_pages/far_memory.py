@@ -19,7 +19,7 @@ _PROCESSORS = 8
 
 
 class _Home:
-    """The host's pages, which the device reads and writes where they lie."""
+    """The host's pages of a table, which the device reads and writes where they lie."""
 
     def __init__(self, pages: torch.Tensor, arena: torch.Tensor) -> None:
         self.pages, self.arena = pages, arena
@@ -41,9 +41,9 @@ class FarMemory:
 
     For so many `seats` of requests, of up to so many `pages` each. `seat_of` i32 [virtual pages]:
     whose newest page each is; the last seat is nobody's. `chosen` i32 [seats + 1, G, K], of each
-    layer in which some head chooses: what was chosen last, of seats that are `known`. `heads`: how
-    many such layers there are, and G. All memory is taken, and pinned where a GPU is to read it, at
-    once.
+    layer in which some head chooses: what was chosen last, when the request wrote its page number
+    `chosen_at`, −1 before. `heads`: how many such layers there are, and G. All memory is taken, and
+    pinned where a GPU is to read it, at once.
 
     Errors: `OutOfMemory` for what the host does not have, `Unsupported` where a driver pins none.
     """
@@ -60,23 +60,24 @@ class FarMemory:
         self.host.reserve(every, self.block_pages)
         readable = device.type == "cpu" or self.host.pinned
         require("host_bytes", readable, "memory that the driver pins", "none")
-        home = _Home(self.host.pages, memory.arena)
 
         def filled(value: int, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
         self.seat_of = filled(seats, memory.pages)
         self.counts = filled(0, seats + 1)
-        self.known = torch.zeros(seats + 1, dtype=torch.bool, device=device)
+        self.chosen_at = filled(-1, seats + 1)
         layers, of_layer = heads
         most = max(layout.budgets)
         self.chosen = [filled(-1, seats + 1, of_layer, most) for _ in range(layers)]
+        # A block at home has the pages of all tables, so that one list does for all.
+        self.home = filled(0, seats + 1, pages)
         self.rooms = {
             table: SlotRoom(
-                home,
+                _Home(self.host.pages[layout.bound_row(table) :], memory.arena),
                 filled(-1, seats + 1, layout.block_pages, layout.slots),
                 memory.slots_of(table),
-                filled(0, seats + 1, pages),
+                self.home,
                 self.counts,
             )
             for table in layout.choosing
@@ -94,26 +95,20 @@ class FarMemory:
         total = torch.full_like(numbers[:1], pairs)
         for table, room in self.rooms.items():
             here = self.memory.tables[table].index_select(0, pages.long())[None]
-            there = self.home_of(table, blocks)[None]
             slots = RowPages(self.memory.arena, here, layout.block_pages)
-            home = room.pool.at(there, layout.block_pages)
+            home = room.pool.at((blocks * self.block_pages)[None], layout.block_pages)
             ops.move_pages(moves, total, slots, home, way="spill", processors=_PROCESSORS)
-
-    def home_of(self, table: int, blocks: torch.Tensor) -> torch.Tensor:
-        """Where a table's pages of these blocks begin in the host's memory."""
-        return blocks * self.block_pages + self.memory.layout.bound_row(table)
 
     def apply(self, changes: FarChanges) -> None:
         """Brings up to date whose pages lie where."""
         if len(changes.begun):
             (begun,) = self._sent(changes.begun[None])
-            self.known[begun.long()] = False
+            self.chosen_at[begun.long()] = -1
             for room in self.rooms.values():
                 room.held[begun.long()] = -1
         if len(changes.homes):
             seat, number, block = self._sent(changes.homes.T)
-            for table, room in self.rooms.items():
-                room.home[seat.long(), number.long()] = self.home_of(table, block)
+            self.home[seat.long(), number.long()] = block * self.block_pages
         if len(changes.counts):
             seat, count = self._sent(changes.counts.T)
             self.counts[seat.long()] = count

@@ -92,68 +92,75 @@ class FarRequests:
         return 0 if seated is None else len(seated.homes)
 
     def know(self, request: Any, pages: Sequence[int]) -> None:
-        """Takes note of a request of vLLM that has been given its first pages."""
+        """Takes note of a request of vLLM that has been given its first pages.
+
+        One that may be gone on with from outside has no seat: it reads all of it again.
+        """
         name: str = request.request_id
-        if name in self._of or not self._seats:
+        if name in self._of or not self._seats or request.resumable:
             return
         self._of[name] = _Seated(request, int(request.num_tokens), self._seats.pop())
         self._begun.add(self._of[name].seat)
         self.writes(name, pages)
 
     def make_room(
-        self, lacking: Callable[[], int], pages_of: Callable[[str], Sequence[int]]
+        self,
+        lacking: Callable[[], int],
+        pages_of: Callable[[str], Sequence[int]],
+        findable: Callable[[int], bool],
     ) -> list[int]:
-        """Has requests give up blocks until so many no longer lack, if that is possible.
+        """Has requests give up blocks until none are lacking, if that is possible.
 
-        Those that free most go first. Returns the numbers of pages that can no longer be found.
+        Those that free most go first; what several share stays. Returns the numbers of pages that
+        can no longer be found; `findable` says which may be.
         """
-        forgotten: list[int] = []
-        for name, end in self._plan(lacking()):
-            forgotten += self._spill(name, pages_of(name), end)
-            if not lacking():
-                break
+        wanted, forgotten = lacking(), list[int]()
+        if not wanted:
+            return forgotten
+        for name, end in self._plan(wanted, pages_of):
+            forgotten += self._spill(name, pages_of(name), end, findable)
         return forgotten
 
-    def _plan(self, wanted: int) -> list[tuple[str, int]]:
+    def _plan(self, wanted: int, pages_of: Callable[[str], Sequence[int]]) -> list[tuple[str, int]]:
         """Who gives up which first pages so that so many blocks are free; nobody if too few are."""
         blocks, gained = len(self._free), 0
         plan = []
-        able = ((self._gain(seated, blocks)[0], name) for name, seated in self._of.items())
+        able = ((self._gain(name, pages_of(name), blocks)[0], name) for name in self._of)
         for _, name in sorted((of for of in able if of[0] > 0), reverse=True):
             if gained >= wanted:
                 break
-            gain, end = self._gain(self._of[name], blocks)
+            gain, end = self._gain(name, pages_of(name), blocks)
             if gain > 0:
                 plan.append((name, end))
                 gained += gain
                 blocks -= end - self.at_home(name)
         return plan if gained >= wanted else []
 
-    def _gain(self, seated: _Seated, blocks: int) -> tuple[int, int]:
+    def _gain(self, name: str, pages: Sequence[int], blocks: int) -> tuple[int, int]:
         """Blocks that a request may free, and how many of its first pages lie at home then.
 
         `blocks`: those at home that are left for it.
         """
-        begin, layout, done = len(seated.homes), self.residency.layout, seated.request
-        if done.num_computed_tokens < seated.prompt:
+        seated = self._of[name]
+        begin, computed = len(seated.homes), seated.request.num_computed_tokens
+        end = min(computed // self.residency.layout.page_tokens, begin + blocks)
+        if computed < seated.prompt or end <= begin:
             return 0, begin
-        end = min(done.num_computed_tokens // layout.page_tokens, begin + blocks)
-        slots = 0 if begin else layout.slots
-        return (end - begin - slots) * len(layout.choosing), end
+        return self.residency.gain(name, pages[:end], seated=begin > 0), end
 
-    def _spill(self, name: str, pages: Sequence[int], end: int) -> list[int]:
-        far = self._of[name]
-        first = len(far.homes)
-        seat = None if first else far.seat
-        forgotten = self.residency.give_up(name, pages[:end], seat)
-        if forgotten is None:
-            return []
+    def _spill(
+        self, name: str, pages: Sequence[int], end: int, findable: Callable[[int], bool]
+    ) -> list[int]:
+        seated = self._of[name]
+        first = len(seated.homes)
+        seat = None if first else seated.seat
+        forgotten = self.residency.give_up(name, pages[:end], seat, findable)
         for number, page in enumerate(pages[first:end], first):
             block = self._free.pop()
-            far.homes.append(block)
+            seated.homes.append(block)
             self._copies[block] = int(page)
-            self._homes[far.seat, number] = block
-        self._counts[far.seat] = end
+            self._homes[seated.seat, number] = block
+        self._counts[seated.seat] = end
         self.spilled += end - first
         return forgotten
 

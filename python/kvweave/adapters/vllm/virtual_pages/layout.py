@@ -115,7 +115,7 @@ class PageLayout:
         """What the bounds of a virtual page take, in pages of a head."""
         return self.bound_rows * self.bound_share
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Pages of a head that have room on the device once the others lie in the host's memory."""
         return slots_for(max(self.budgets)) if self.spills else 0

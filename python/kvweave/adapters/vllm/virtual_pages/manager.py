@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from kvweave.adapters.vllm import pool_managers
+from kvweave.adapters.vllm.top_k.prompt_prefix import exact_tokens_of
 from kvweave.adapters.vllm.virtual_pages.far_requests import FarRequests
 from kvweave.adapters.vllm.virtual_pages.residency import Residency
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
@@ -64,9 +65,13 @@ class VirtualPagesManager(FullAttentionManager):
         else:
             fresh = max(-(-num_tokens // self.block_size) - held, 0)
             lacking = partial(self.residency.lacking, fresh, hit)
-        if self.far is not None:
-            self.block_pool.evict_blocks(set(self.far.make_room(lacking, self.pages_of)))
-        if not lacking():
+        missing = lacking()
+        if missing and self.far is not None:
+            with self.residency.sparing(hit):
+                gone = self.far.make_room(lacking, self.pages_of, self._is_findable)
+            self.block_pool.evict_blocks(set(gone))
+            missing = lacking()
+        if not missing:
             return needed
         return max(needed, int(self.block_pool.get_num_free_blocks()) + 1)
 
@@ -107,7 +112,7 @@ class VirtualPagesManager(FullAttentionManager):
     def cache_blocks(self, request: Any, num_tokens: int, *others: Any, **named: Any) -> None:
         """Lets later requests find pages; of those that heads chose for, the exact ones alone."""
         if self.exact is not None:
-            num_tokens = min(num_tokens, max(request.num_prompt_tokens, self.exact))
+            num_tokens = min(num_tokens, exact_tokens_of(request, self.exact))
         super().cache_blocks(request, num_tokens, *others, **named)
 
     def remove_skipped_blocks(

@@ -33,7 +33,7 @@ class _VirtualLayer(Attention):
     """The attention of a layer, its heads as `layout` has them.
 
     Where heads choose pages: `budgets` of the rank, `ranked`, the layer's number among those in
-    which some head does, and `runs`, its heads with their bounds and slots; None where none does.
+    which some head does, or None, and `runs`, its heads with their bounds and slots.
     """
 
     memory: PageMemory | None = None
@@ -96,11 +96,16 @@ def layout_for(
     require("host_bytes", some, expected, "none", InvalidArgument)
     if not layout.choosing:
         return layout
+    kept = config.cache_config.cache_dtype
+    same = kept in ("auto", str(model.dtype).removeprefix("torch."))
+    require("kv_cache_dtype", same, "that of the model beside heads that choose", str(kept))
     share = bound_share(model.dtype, config.device_config.device, page_tokens)
     every = [head["rerank_every"] for of in classes for head in of if head["kind"] == "top_k"]
-    paced = all(int(steps) > 1 for steps in every)
+    paced = all(int(steps) >= page_tokens for steps in every)
     layout = layout.with_bounds(share, spills=host_bytes is not None, paced=paced)
-    least = 2 * page_tokens * model.get_head_size() * model.dtype.itemsize * layout.bound_rows
+    page_bytes = 2 * page_tokens * model.get_head_size() * model.dtype.itemsize
+    # Who gives up no more pages than it takes slots frees nothing.
+    least = (layout.slots + 1) * layout.bound_rows * page_bytes
     holds = host_bytes is None or host_bytes >= least
     require("host_bytes", holds, f"at least {least}", str(host_bytes), InvalidArgument)
     return layout

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
 
 from kvweave._native import VirtualPages
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
-from kvweave.errors import PoolFull
 
 _Rows = npt.NDArray[np.int32]
 
@@ -73,28 +73,48 @@ class Residency:
         whole = [number for number, span in enumerate(self.layout.spans) if span.window is None]
         return [int(page) for number, page in self.pages.take_forgotten() if number in whole]
 
-    def give_up(self, request: str, pages: Sequence[int], seat: int | None) -> list[int] | None:
+    @contextmanager
+    def sparing(self, hit: Sequence[int]) -> Iterator[None]:
+        """Has nobody lose what is kept of a prefix hit meanwhile, which nobody may hold yet."""
+        seen = self._seen(hit)
+        self.pages.hold(seen)
+        try:
+            yield
+        finally:
+            self.pages.release(seen, keep=True)
+
+    def gain(self, request: str, pages: Sequence[int], *, seated: bool) -> int:
+        """Blocks that are freed if a request gives up these first pages, as `give_up` does.
+
+        What others hold too is not. `seated`: it has slots already.
+        """
+        slots = 0 if seated else self.layout.slots * len(self.layout.choosing)
+        return self.pages.held_alone(_rows(self._given(request, pages))) - slots
+
+    def give_up(
+        self,
+        request: str,
+        pages: Sequence[int],
+        seat: int | None,
+        findable: Callable[[int], bool],
+    ) -> list[int]:
         """Has heads that choose give up a request's first pages, which lie elsewhere from now on.
 
-        `pages` are all first ones; `seat`: whose slots the request has from now on, None where it
-        has some. Returns the numbers of pages that can no longer be found; None, nothing having
-        changed, where others hold so much of them that there is no room for slots.
+        `pages` are all first ones, and free more than slots take: see `gain`. `seat`: whose slots
+        the request has from now on, None where it has some. Returns the numbers of pages that can
+        no longer be found.
         """
-        first = self._first[request]
-        given = [(c, page) for c in self._choosing() for page in pages[first[c] :]]
-        # They stay to be found until their blocks are needed.
-        self.pages.release(_rows(given), keep=True)
-        forgotten: list[int] = []
+        self._release(self._given(request, pages), findable)
         if seat is not None:
-            try:
-                self.pages.take(self._slots(seat))
-            except PoolFull:
-                self.pages.hold(_rows(given))
-                return None
-            forgotten = self._forgotten()
+            self.pages.take(self._slots(seat))
+        first = self._first[request]
         for number in self._choosing():
             first[number] = len(pages)
-        return forgotten
+        return self._forgotten()
+
+    def _given(self, request: str, pages: Sequence[int]) -> list[tuple[int, int]]:
+        first = self._first[request]
+        return [(c, page) for c in self._choosing() for page in pages[first[c] :]]
 
     def leave_seat(self, seat: int) -> None:
         """Gives the slots of a seat back."""

@@ -53,6 +53,9 @@ class PageSchedulerConnector(PoolReporter):
             (name, "resident", blocks)
             for name, blocks in zip(self.names, residency.resident_blocks(), strict=True)
         ]
+        if residency.layout.spills and self.manager.far is not None:
+            blocks = residency.layout.slots * len(residency.layout.choosing)
+            found.append(("top-k", "slots", self.manager.far.away * blocks))
         found.append(("any", "free", residency.pages.stats()["free"]))
         return [(group, state, blocks * self.block_bytes) for group, state, blocks in found]
 
