@@ -168,7 +168,7 @@ fn write(slots: &[[i32; 2]]) -> Result<(), OpError> {
 }
 
 fn refresh(held: &[[i32; 3]], pages: usize) -> Result<(), OpError> {
-    validate_bounds(held, &geometry(), 0, ELEMENTS, pages * 3 * D)
+    validate_bounds((held, None), &geometry(), 0, ELEMENTS, pages * 3 * D)
 }
 
 #[test]
@@ -189,10 +189,11 @@ fn bounds_are_of_slots_within_their_pages() {
         let error = refresh(&held, pages).expect_err("a refusal");
         assert_eq!((error.kind(), error.what()), (kind, what), "{held:?}");
     }
-    let error = validate_bounds(&[], &geometry(), 0, ELEMENTS, 3 * D + 1).expect_err("a refusal");
+    let error =
+        validate_bounds((&[], None), &geometry(), 0, ELEMENTS, 3 * D + 1).expect_err("a refusal");
     assert_eq!(error.what(), "bounds");
     let apart = PageGeometry { block_stride: 1, ..geometry() };
-    let error = validate_bounds(&[], &apart, 0, ELEMENTS, 3 * D).expect_err("a refusal");
+    let error = validate_bounds((&[], None), &apart, 0, ELEMENTS, 3 * D).expect_err("a refusal");
     assert_eq!(error.what(), "geometry");
 }
 

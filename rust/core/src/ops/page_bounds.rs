@@ -82,13 +82,13 @@ pub fn validate_bounds(
     }
     let Some(&last) = blocks.last() else { return Ok(()) };
     geometry.check_inside(last as usize, layer, cache_len)?;
-    geometry.check_disjoint(&blocks)?;
     let last = rows.map_or(Ok(last), |rows| last_row(rows, held.len(), kv_heads))?;
     let before = layer.checked_add(1).and_then(|layers| layers.checked_mul(kv_heads));
     let pages = before.map_or(usize::MAX, |before| before.saturating_add(last as usize));
     ensure(pages <= values_len / row, OpErrorKind::OutOfRange, "bounds", || {
         (format!("those of at least {pages} pages"), values_len / row)
-    })
+    })?;
+    geometry.check_disjoint(&blocks)
 }
 
 /// The last of `rows`, which have to be one for each held block, and as far apart as its heads.
