@@ -189,9 +189,8 @@ fn bounds_are_of_slots_within_their_pages() {
         let error = refresh(&held, pages).expect_err("a refusal");
         assert_eq!((error.kind(), error.what()), (kind, what), "{held:?}");
     }
-    let error =
-        validate_bounds((&[], None), &geometry(), 0, ELEMENTS, 3 * D + 1).expect_err("a refusal");
-    assert_eq!(error.what(), "bounds");
+    let torn = validate_bounds((&[], None), &geometry(), 0, ELEMENTS, 3 * D + 1);
+    assert_eq!(torn.expect_err("a refusal").what(), "bounds");
     let apart = PageGeometry { block_stride: 1, ..geometry() };
     let error = validate_bounds((&[], None), &apart, 0, ELEMENTS, 3 * D).expect_err("a refusal");
     assert_eq!(error.what(), "geometry");
