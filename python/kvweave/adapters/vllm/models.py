@@ -40,11 +40,7 @@ from kvweave.adapters.vllm.segments.model import (
 from kvweave.adapters.vllm.start_line import log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
-from kvweave.adapters.vllm.virtual_pages.model import (
-    budgets_for_pages,
-    layout_for,
-    use_virtual_pages,
-)
+from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument
 
 DIGEST = "kvweave_digest"
@@ -63,10 +59,10 @@ class _KvweaveModel:
         check_together(_parts_of(options, classes), vllm_config)
         if options.virtual_pages:
             self.layout = layout_for(vllm_config, classes, options.host_bytes)
-            self.budgets = budgets_for_pages(vllm_config, classes)
-        elif classes is not None and has_top_k(classes):
-            self.budgets = budgets_for(vllm_config, classes)
-        elif classes is not None:
+        if classes is not None and has_top_k(classes):
+            windows = options.virtual_pages
+            self.budgets = budgets_for(vllm_config, classes, windows=windows)
+        elif classes is not None and not options.virtual_pages:
             self.split = split_of(classes, vllm_config.parallel_config.tensor_parallel_size)
         record_digest(vllm_config, options)
         stock: Any = super()

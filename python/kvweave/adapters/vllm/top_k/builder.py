@@ -22,6 +22,8 @@ class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
     _cudagraph_support: ClassVar[Any] = PagedMetadataBuilder._cudagraph_support
     # vLLM then has requests of one row before the others.
     reorder_batch_threshold: int | None = 1
+    # What makes the tables of a batch, with room for choices behind them.
+    _tables: ClassVar[Any] = PagedMetadataBuilder
 
     def __init__(
         self,
@@ -31,23 +33,16 @@ class ChoosingMetadataBuilder(AttentionMetadataBuilder[ChoosingMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.singles = SingleRows(device, vllm_config.scheduler_config.max_num_seqs)
-        self._prepare(kv_cache_spec, layer_names, vllm_config, device)
-
-    def _prepare(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        """Makes what is the same in all steps."""
-        layer: Any = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        known = vllm_config.compilation_config.static_forward_context
         requests = vllm_config.scheduler_config.max_num_seqs
-        self.heads = RankedHeads(layer.budgets, device, requests)
-        self.plain: Any = PagedMetadataBuilder(
-            kv_cache_spec, layer_names, vllm_config, device, self.heads.room(requests)
-        )
+        self.singles = SingleRows(device, requests)
+        self.heads = self._ranked_heads([known[name] for name in layer_names], requests)
+        more = self.heads.room(requests)
+        self.plain: Any = self._tables(kv_cache_spec, layer_names, vllm_config, device, more)
+
+    def _ranked_heads(self, layers: list[Any], requests: int) -> RankedHeads:
+        """The heads of these layers that choose, for up to so many requests."""
+        return RankedHeads(layers[0].budgets, self.device, requests)
 
     def build(
         self,

@@ -37,10 +37,16 @@ class ChoosingMetadata(AttentionMetadata):
         """
         if self.deciding is not None:
             self.deciding[1].begin_step()
-        last = self.slots[:, 1] == page_tokens - 1
-        blocks = self.slots[:, 0]
-        filled = self.slots.new_zeros((self.rows, 3))
-        filled[:, 0] = torch.where(last, blocks, -1)
-        filled[:, 2] = page_tokens
-        # On the host all that is listed must be there.
-        self.filled = filled[last] if filled.device.type == "cpu" else filled
+        self.filled = filled_pages(self.slots, page_tokens)
+
+
+def filled_pages(slots: torch.Tensor, page_tokens: int) -> torch.Tensor:
+    """The blocks whose last slot is among those of a step's rows i32 [R, 2], for `PageBounds`.
+
+    i32 [N, 3]: on the host those alone, on a device a row for each, block −1 where it is not.
+    """
+    last = slots[:, 1] == page_tokens - 1
+    filled = slots.new_zeros((len(slots), 3))
+    filled[:, 0] = torch.where(last, slots[:, 0], -1)
+    filled[:, 2] = page_tokens
+    return filled[last] if filled.device.type == "cpu" else filled

@@ -52,8 +52,12 @@ class _ChoosingLayer(Attention):
         return guarded(spec) if self.reusing else spec
 
 
-def budgets_for(config: VllmConfig, classes: list[list[HeadClass]]) -> PageBudgets:
+def budgets_for(
+    config: VllmConfig, classes: list[list[HeadClass]], *, windows: bool = False
+) -> PageBudgets:
     """The budgets of this rank's heads under a map that has top-k heads.
+
+    `windows`: whether others of its heads may have some.
 
     Errors: `Unsupported` for blocks of other sizes, and as `budgets_of`.
     """
@@ -62,7 +66,8 @@ def budgets_for(config: VllmConfig, classes: list[list[HeadClass]]) -> PageBudge
     fits = size in BLOCK_TOKENS
     require("block_size", fits, f"one of {sizes} beside top-k heads", str(size))
     ranks = config.parallel_config.tensor_parallel_size
-    return budgets_of(classes, ranks, get_tensor_model_parallel_rank() if ranks > 1 else 0)
+    rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
+    return budgets_of(classes, ranks, rank, windows=windows)
 
 
 def use_top_k(model: nn.Module, budgets: PageBudgets, config: VllmConfig, *, reusing: bool) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
 
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import StepBatch
 from kvweave.adapters.vllm.top_k.builder import ChoosingMetadataBuilder
 from kvweave.adapters.vllm.top_k.choice import OwnTables, RankedHeads, StepChoice
-from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata
+from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata, filled_pages
 from kvweave.adapters.vllm.virtual_pages.builder import VirtualMetadata, VirtualMetadataBuilder
 from kvweave.adapters.vllm.virtual_pages.far_choice import FarChoice, HeadRun
 from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
@@ -60,36 +59,22 @@ class VirtualChoosingMetadata(ChoosingMetadata):
         """Does once for all layers what they do with slots and lengths, on the device."""
         if self.deciding is not None:
             self.deciding[1].begin_step()
-        last = self.slots[-1, :, 1] == page_tokens - 1
-        on_host = last.device.type == "cpu"
-        rows = self.slots[-1, :, 0]
-        # On the host all that is listed must be there.
-        self.bound_rows = rows[last] if on_host else rows.contiguous()
+        self.filled = filled_pages(self.slots[-1], page_tokens)
+        self.bound_rows = self.filled[:, 0].contiguous()
         for table in self.layout.choosing:
-            filled = self.slots.new_zeros((self.rows, 3))
-            filled[:, 0] = torch.where(last, self.slots[table, :, 0], -1)
-            filled[:, 2] = page_tokens
-            self.filled_of[table] = filled[last] if on_host else filled
-        self.filled = self.bound_rows
+            self.filled_of[table] = filled_pages(self.slots[table], page_tokens)
 
 
 class VirtualChoosingBuilder(ChoosingMetadataBuilder):
     """Makes `VirtualChoosingMetadata` of vLLM's own description of a batch."""
 
-    def _prepare(
-        self,
-        kv_cache_spec: Any,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        context = vllm_config.compilation_config.static_forward_context
-        layers: list[Any] = sorted((context[name] for name in layer_names), key=_number)
-        layout, budgets = kv_cache_spec.layout, layers[0].budgets
+    _tables: ClassVar[Any] = VirtualMetadataBuilder
+
+    def _ranked_heads(self, layers: list[Any], requests: int) -> RankedHeads:
+        layout, budgets = self.kv_cache_spec.layout, layers[0].budgets
         self.pages: PageLayout = layout
-        requests = vllm_config.scheduler_config.max_num_seqs
-        ranked = [layer for layer in layers if layer.ranked is not None]
-        self.runs = [[run.on(device) for run in layer.runs] for layer in ranked]
+        ranked = [layer for layer in sorted(layers, key=_number) if layer.ranked is not None]
+        self.runs = [[run.on(self.device) for run in layer.runs] for layer in ranked]
         bounds = []
         for layer in ranked:
             ranks = np.zeros(len(budgets.of[layer.number]), np.int32)
@@ -99,10 +84,7 @@ class VirtualChoosingBuilder(ChoosingMetadataBuilder):
             bounds.append(ranks)
         heads = [layout.head_rows(layer.number, layer.rank) for layer in ranked]
         own = OwnTables(layout.step_tables, len(layout.tables), heads, bounds)
-        self.heads = RankedHeads(budgets, device, requests, own)
-        self.plain = VirtualMetadataBuilder(
-            kv_cache_spec, layer_names, vllm_config, device, self.heads.room(requests)
-        )
+        return RankedHeads(budgets, self.device, requests, own)
 
     def _deciding(
         self, batch: StepBatch, prefilling: torch.Tensor | None

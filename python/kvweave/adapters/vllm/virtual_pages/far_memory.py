@@ -13,6 +13,7 @@ from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.ops import RowPages, Table
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
 from kvweave.runner.kv.host_arena import HostArena
+from kvweave.runner.kv.tables import send
 
 _PROCESSORS = 8
 """How much of a GPU copies pages to the host: nothing else runs meanwhile."""
@@ -118,4 +119,5 @@ class FarMemory:
 
     def _sent(self, columns: npt.NDArray[np.int32]) -> torch.Tensor:
         """Columns of changes on the device."""
-        return torch.from_numpy(np.ascontiguousarray(columns)).to(self.counts.device)
+        (there,) = send(self.counts.device, np.ascontiguousarray(columns))
+        return torch.as_tensor(there)

@@ -125,11 +125,13 @@ class FarRequests:
         """Who gives up which first pages so that so many blocks are free; nobody if too few are."""
         blocks, gained = len(self._free), 0
         plan = []
-        able = ((self._gain(name, pages_of(name), blocks)[0], name) for name in self._of)
-        for _, name in sorted((of for of in able if of[0] > 0), reverse=True):
+        able = [(*self._gain(name, pages_of(name), blocks), name) for name in self._of]
+        for gain, end, name in sorted((of for of in able if of[0] > 0), reverse=True):
             if gained >= wanted:
                 break
-            gain, end = self._gain(name, pages_of(name), blocks)
+            if end - self.at_home(name) > blocks:
+                # Those before it have left less at home.
+                gain, end = self._gain(name, pages_of(name), blocks)
             if gain > 0:
                 plan.append((name, end))
                 gained += gain

@@ -16,7 +16,7 @@ from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.top_k.bounds import bound_share
-from kvweave.adapters.vllm.top_k.map import PageBudgets, budgets_of, has_top_k
+from kvweave.adapters.vllm.top_k.map import PageBudgets
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend, VirtualChoosingBackend
 from kvweave.adapters.vllm.virtual_pages.far_choice import runs_of_layer
 from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
@@ -109,20 +109,6 @@ def layout_for(
     holds = host_bytes is None or host_bytes >= least
     require("host_bytes", holds, f"at least {least}", str(host_bytes), InvalidArgument)
     return layout
-
-
-def budgets_for_pages(
-    config: VllmConfig, classes: list[list[HeadClass]] | None
-) -> PageBudgets | None:
-    """The budgets of this rank's heads, other heads of which may have windows; None: all read all.
-
-    Errors: as `budgets_of`.
-    """
-    if classes is None or not has_top_k(classes):
-        return None
-    ranks = config.parallel_config.tensor_parallel_size
-    rank = get_tensor_model_parallel_rank() if ranks > 1 else 0
-    return budgets_of(classes, ranks, rank, windows=True)
 
 
 def use_virtual_pages(
