@@ -286,10 +286,25 @@ struct SelectPagesParams {
   uint32_t recent;  // and at its end
 };
 
+// Rows of recycle_pages that are `ranks` heads of requests with seats, of which there are so many.
+struct RecycleSeatsParams {
+  const int32_t* of;         // [rows / ranks]: the seat of each request; null: rows have none
+  const int32_t* heads;      // [ranks]: whose pages a request's rows have
+  const int32_t* away;       // [seats]: a row selects the first pages of its list below this
+  const int32_t* blocks;     // [seats, width]: what slots are called
+  int32_t* entries;          // [requests, heads_of_pages, most, 5]: of the pages that are listed
+  uint32_t seats;
+  uint32_t ranks;
+  uint32_t heads_of_pages;
+  uint32_t ranks_of_seat;    // rows of slots that a seat has
+  uint32_t first;            // of them, the one of the first head
+  uint32_t by_seat;          // whether pages are [seats, heads_of_pages, most] or requests'
+};
+
 // recycle_pages. M = rows · min(most, width).
 struct RecyclePagesParams {
   const int32_t* pages;     // [rows, most]
-  const int32_t* selected;  // [rows]
+  const int32_t* selected;  // [rows]; unused where rows have seats
   const uint8_t* pinned;    // [rows, width], or null
   int32_t* slots;           // [rows, width]
   int32_t* places;          // [rows, most]
@@ -302,6 +317,7 @@ struct RecyclePagesParams {
   uint32_t width;
   uint32_t limit;       // pages of a row are below this
   uint32_t team_bytes;  // shared memory of a row
+  RecycleSeatsParams seats;
 };
 
 // Pages of an arena by the numbers that rows give them: number n of row r is page
@@ -345,9 +361,13 @@ struct GatherEntriesParams {
   const int32_t* heads;          // [kv_heads, 4]: table, …; null: all have table 0
   int32_t* gathered;             // [requests · kv_heads · most, 5]
   int32_t* offsets;              // [2 · requests · kv_heads + 1]
+  int32_t* kept;                 // [kept_rows, kv_heads, most]: what was selected last; or null
+  const int32_t* kept_of;        // [requests]: of which row
+  const uint8_t* again;          // [requests]: whether that is what counts
   uint32_t kv_heads;
   uint32_t tables;  // entry tables of a request
   uint32_t most;
+  uint32_t kept_rows;
 };
 
 // The bases that pages are packed in, of kinds that have some: rust/core/src/ops/bases.rs.
@@ -442,8 +462,8 @@ static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
 static_assert(sizeof(ScorePagesParams) == 136, "choice_params.rs says 136 bytes");
 static_assert(sizeof(EstimatePagesParams) == 192, "choice_params.rs says 192 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "choice_params.rs says 56 bytes");
-static_assert(sizeof(GatherEntriesParams) == 72, "params.rs says 72 bytes");
-static_assert(sizeof(RecyclePagesParams) == 96, "move_params.rs says 96 bytes");
+static_assert(sizeof(GatherEntriesParams) == 96, "params.rs says 96 bytes");
+static_assert(sizeof(RecyclePagesParams) == 160, "move_params.rs says 160 bytes");
 static_assert(sizeof(RowPagesParams) == 40, "move_params.rs says 40 bytes");
 static_assert(sizeof(MovePagesParams) == 112, "move_params.rs says 112 bytes");
 static_assert(sizeof(MoveFp8PagesParams) == 120, "move_params.rs says 120 bytes");

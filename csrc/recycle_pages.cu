@@ -4,10 +4,14 @@
 //   for each row: pages that a slot holds stay there; each other one, in order, takes the first
 //   slot that is not pinned and holds no selected page, and is a move (row, page, slot)
 //
+// Rows may be the heads of requests that have seats. What a row selected is then the first pages of
+// its list that lie elsewhere, its slots are its seat's, moves say the seat, and entries of the
+// request's name the slots.
+//
 // What makes it a few microseconds:
 // 1. a row is a warp's, or a thread block's where it is long. Its selection is a bitmap of pages in
 //    shared memory, so that a slot knows at once whether its page is selected, and by the bits
-//    before it as which of them;
+//    before it as which of them. A lane has four words of it at a time;
 // 2. a warp has neighbouring numbers, so ballots tell the n-th missing page and the n-th slot that
 //    is left: what is written is in order, and the same at every run;
 // 3. all moves stand one behind the other though nobody waits for the host: a thread block says
@@ -27,7 +31,8 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kOwn = 4;  // numbers that a thread asks for at once
 constexpr uint32_t kAll = ~0u;
-constexpr uint16_t kNone = 0xffff;
+constexpr uint32_t kNone = 0xffff;
+constexpr uint32_t kColumns = 5;  // of an entry
 constexpr int32_t kNoPage = -1;
 
 // Of what the warps before this one have, and of what all have.
@@ -68,9 +73,13 @@ class Row {
   uint16_t* left;     // slots for what is missing
   const int32_t* pages;
   int32_t* slots;
+  const uint8_t* pinned;
+  const int32_t* blocks;  // what slots are called, of a row with a seat
+  int32_t* entries;
+  int32_t away;  // its pages below this are selected
   const int warp = threadIdx.x % kTeam / 32, lane = threadIdx.x % 32;
   const uint32_t rank = threadIdx.x % kTeam;
-  uint32_t row, words, room, chosen, width;
+  uint32_t row, number, words, room, chosen, width;
   bool is_there, is_bad;
   int32_t own[kOwn];
 
@@ -125,17 +134,20 @@ class Row {
       : p(params), sh(shared) {
     const uint32_t team = threadIdx.x / kTeam;
     row = blockIdx.x * (kThreads / kTeam) + team;
-    words = (p.limit + 31) / 32;
+    words = (p.limit + 127) / 128 * kOwn;
     room = min(p.most, p.width);
     wanted = reinterpret_cast<uint32_t*>(memory + team * p.team_bytes);
     held = wanted + words;
     before = reinterpret_cast<uint16_t*>(held + words);
     slot_of = before + words;
-    left = slot_of + p.most;
+    left = slot_of + (p.most + 1) / 2 * 2;
     is_there = row < p.rows;
-    width = is_there ? p.width : 0;
-    pages = p.pages + int64_t{is_there ? row : 0} * p.most;
-    slots = p.slots + int64_t{is_there ? row : 0} * p.width;
+    is_bad = false;
+    if (is_there && p.seats.of != nullptr) {
+      sit_down();
+    } else {
+      take(row, row, row);
+    }
   }
 
   // Finds what is missing, and whether the row is as it has to be.
@@ -143,11 +155,11 @@ class Row {
     int32_t of_slots[kOwn];
     fetch(own, pages, 0, is_there ? p.most : 0);
     fetch(of_slots, slots, 0, width);
-    const int listed = is_there ? p.selected[row] : 0;
-    is_bad = listed < 0 || static_cast<uint32_t>(listed) > p.most;
-    chosen = is_bad ? 0 : listed;
-    for (uint32_t i = rank; i < 2 * words; i += kTeam) wanted[i] = 0;
-    for (uint32_t i = rank; i < chosen; i += kTeam) slot_of[i] = kNone;
+    auto* bits = reinterpret_cast<uint4*>(wanted);
+    for (uint32_t i = rank; i < words / 2; i += kTeam) bits[i] = uint4{};
+    count_chosen();
+    auto* pairs = reinterpret_cast<uint32_t*>(slot_of);
+    for (uint32_t i = rank; i < (chosen + 1) / 2; i += kTeam) pairs[i] = kNone | kNone << 16;
     wait_for_team();
     mark_pages();
     wait_for_team();
@@ -188,11 +200,12 @@ class Row {
           slot = left[place - first];
           slots[slot] = own[i];
           int32_t* move = p.moves + int64_t{place} * 3;
-          move[0] = static_cast<int32_t>(row);
+          move[0] = static_cast<int32_t>(number);
           move[1] = own[i];
           move[2] = slot;
         }
         if (index < p.most) places[index] = slot;
+        if (slot >= 0 && blocks != nullptr) entries[kColumns * index] = blocks[slot];
         next += __popc(all_lacking);
       }
       moved += of_tile.all;
@@ -201,6 +214,58 @@ class Row {
   }
 
  private:
+  __device__ __forceinline__ void take(int64_t of_pages, int64_t of_slots, uint32_t called) {
+    width = is_there ? p.width : 0;
+    pages = p.pages + (is_there ? of_pages : 0) * p.most;
+    const int64_t first = (is_there ? of_slots : 0) * p.width;
+    slots = p.slots + first;
+    pinned = p.pinned == nullptr ? nullptr : p.pinned + first;
+    blocks = nullptr;
+    number = called;
+  }
+
+  // A row with a seat; one that has none is left as it is.
+  __device__ void sit_down() {
+    const RecycleSeatsParams& s = p.seats;
+    const uint32_t request = row / s.ranks, rank_of = row % s.ranks;
+    const uint32_t seat = s.of[request], head = s.heads[rank_of];
+    if (seat >= s.seats || head >= s.heads_of_pages) {
+      take(0, 0, 0);
+      width = 0;
+      is_bad = true;
+      return;
+    }
+    const uint32_t lists = s.by_seat ? seat : request;
+    const int64_t of_slots = int64_t{seat} * s.ranks_of_seat + s.first + rank_of;
+    take(int64_t{lists} * s.heads_of_pages + head, of_slots, seat * s.ranks + rank_of);
+    blocks = s.blocks + int64_t{seat} * p.width;
+    entries = s.entries + (int64_t{request} * s.heads_of_pages + head) * p.most * kColumns;
+    away = s.away[seat];
+  }
+
+  // How many pages are selected, of which `own` are the first.
+  __device__ __forceinline__ void count_chosen() {
+    chosen = 0;
+    if (p.seats.of == nullptr) {
+      const int listed = is_there ? p.selected[row] : 0;
+      is_bad = listed < 0 || static_cast<uint32_t>(listed) > p.most;
+      chosen = is_bad ? 0 : listed;
+      return;
+    }
+    // They ascend, so that those before `away` come first.
+    for (uint32_t tile = 0; tile < tiles(p.most); ++tile) {
+      if (tile > 0) fetch(own, pages, tile, is_there ? p.most : 0);
+      uint32_t of_warp = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const bool is_away = own[i] >= 0 && blocks != nullptr && own[i] < away;
+        of_warp += __popc(__ballot_sync(kAll, is_away));
+      }
+      chosen += sums(of_warp).all;
+    }
+    if (tiles(p.most) > 1) fetch(own, pages, 0, is_there ? p.most : 0);
+  }
+
   __device__ __forceinline__ void mark_pages() {
     for (uint32_t tile = 0; tile < tiles(chosen); ++tile) {
       if (tile > 0) fetch(own, pages, tile, chosen);
@@ -222,9 +287,12 @@ class Row {
 
   __device__ __forceinline__ void rank_words() {
     uint32_t so_far = 0;
-    for (uint32_t first = 0; first < words; first += kTeam) {
-      const uint32_t word = first + rank;
-      const uint32_t bits = word < words ? __popc(wanted[word]) : 0;
+    for (uint32_t first = 0; first < words; first += kOwn * kTeam) {
+      const uint32_t word = first + kOwn * rank;
+      uint4 of_own{};
+      if (word < words) of_own = *reinterpret_cast<const uint4*>(wanted + word);
+      const uint32_t one = __popc(of_own.x), two = one + __popc(of_own.y);
+      const uint32_t three = two + __popc(of_own.z), bits = three + __popc(of_own.w);
       uint32_t up_to = bits;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -232,7 +300,11 @@ class Row {
         if (lane >= step) up_to += other;
       }
       const Sums of_all = sums(__shfl_sync(kAll, up_to, 31));
-      if (word < words) before[word] = static_cast<uint16_t>(so_far + of_all.before + up_to - bits);
+      const uint32_t base = so_far + of_all.before + up_to - bits;
+      if (word < words) {
+        const uint2 ranks{base | (base + one) << 16, (base + two) | (base + three) << 16};
+        *reinterpret_cast<uint2*>(before + word) = ranks;
+      }
       so_far += of_all.all;
     }
   }
@@ -247,6 +319,8 @@ class Row {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const uint32_t slot = at(tile, i);
+        // A warp beyond the slots has nothing to ask.
+        if (slot - lane >= width) continue;
         const bool stays = slot < width && holds_selected(of_slots[i], slot);
         const bool goes = slot < width && !stays && !is_pinned(slot);
         is_left |= static_cast<uint32_t>(goes) << i;
@@ -256,6 +330,7 @@ class Row {
       uint32_t next = found.all + (of_tile.before & 0xffff);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
+        if (at(tile, i) - lane >= width) continue;
         const bool goes = is_left >> i & 1;
         const uint32_t all_going = __ballot_sync(kAll, goes);
         const uint32_t place = next + __popc(all_going & ((1u << lane) - 1));
@@ -270,7 +345,7 @@ class Row {
   }
 
   __device__ __forceinline__ bool is_pinned(uint32_t slot) const {
-    return p.pinned != nullptr && p.pinned[int64_t{row} * p.width + slot] != 0;
+    return pinned != nullptr && pinned[slot] != 0;
   }
 
   __device__ __forceinline__ bool holds_selected(int32_t page, uint32_t slot) {

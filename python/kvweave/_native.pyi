@@ -33,6 +33,7 @@ from kvweave._native_ops import pack_pages as pack_pages
 from kvweave._native_ops import pack_pages_cuda as pack_pages_cuda
 from kvweave._native_ops import recycle_pages as recycle_pages
 from kvweave._native_ops import recycle_pages_cuda as recycle_pages_cuda
+from kvweave._native_ops import recycle_seats_cuda as recycle_seats_cuda
 from kvweave._native_ops import rotate_rows as rotate_rows
 from kvweave._native_ops import rotate_rows_cuda as rotate_rows_cuda
 from kvweave._native_ops import score_pages as score_pages

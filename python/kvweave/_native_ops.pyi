@@ -267,6 +267,14 @@ def recycle_pages_cuda(
     workspace: tuple[_Array, _Array] | None,
     stream: int,
 ) -> tuple[int, int] | None: ...
+def recycle_seats_cuda(
+    chosen: tuple[_Array, bool, _Array],
+    seats: tuple[_Array, _Array, _Array],
+    rows: tuple[_Array, _Array, int, int],
+    results: tuple[_Array, ...],
+    workspace: tuple[_Array, _Array] | None,
+    stream: int,
+) -> tuple[int, int] | None: ...
 def rotate_rows(
     vectors: tuple[_Array, _Array | None],
     turns: tuple[_Array, _Array],
@@ -356,10 +364,10 @@ def gather_entries(
 ) -> None: ...
 def gather_entries_cuda(
     chosen: tuple[_Array, _Array],
-    entries: _TablePair,
-    entry_offsets: _TablePair,
+    tables: tuple[_TablePair, _TablePair],
     reach: Reach | None,
     results: _Results,
+    kept: tuple[_Array, _Array, _Array] | None,
     stream: int,
 ) -> None: ...
 def step_tables(

@@ -128,7 +128,7 @@ class LateDefinition:
         """Pages that were on their way in some step, of all heads."""
         return sum(budget.missed for budget in self.budgets.values())
 
-    def read(self, tables: Any, layer: int, q: torch.Tensor) -> tuple[Any, Any]:
+    def read(self, tables: Any, layer: int, q: torch.Tensor, _workspace: Any) -> tuple[Any, Any]:
         """As `ChosenTables.read`, by the definition."""
         heads, request = self.runner._decoder.heads, self.sequence.request
         reach = self.runner._decoder.reads.of(()).chosen[layer]

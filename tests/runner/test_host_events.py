@@ -20,7 +20,7 @@ import torch
 
 from families import tiny
 from host_memory import PAGE, host_runner, nothing_is_held
-from kvweave import PoolFull, TransferFailed
+from kvweave import PoolFull, TransferFailed, ops
 from kvweave.cache import KvRequest
 from kvweave.runner import Runner
 from kvweave.runner.decode.host_slots import HostSlots
@@ -168,9 +168,8 @@ class World:
         entries = np.zeros((1, heads, READ, 5), np.int32)
         entries[0, :, :count, 0] = blocks[chosen[0, :, :count]]
         read = torch.from_numpy(entries)
-        rows = torch.tensor([life.row])
-        room = self.slots.room
-        room.bring((0, heads), room.of(rows), torch.from_numpy(chosen), read)
+        row, numbers = (torch.tensor(of, dtype=torch.int32) for of in ([life.row], range(heads)))
+        self.slots.room.bring(ops.SeatedHeads(row, numbers), torch.from_numpy(chosen), read)
         failed = self.slots.failures.pop(life.row, None)
         if failed is not None:
             assert isinstance(failed, TransferFailed)

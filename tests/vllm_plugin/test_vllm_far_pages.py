@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvweave import ops
 from kvweave.adapters.vllm.top_k.bounds import bound_share
 from kvweave.adapters.vllm.virtual_pages.far_choice import FarChoice, runs_of_layer
 from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
@@ -219,14 +220,16 @@ class World:
             entries = self._entries(layer, batch, chosen)
             fresh = torch.from_numpy(chosen).to(device)
             count = (fresh >= 0).sum(-1, dtype=torch.int32)
-            there, selected = choice.kept(layer, fresh, count)
-            assert torch.equal((there >= 0).sum(-1), selected.long())
-            if self.paced:
+            there, kept = fresh, choice.kept(layer)
+            assert (kept is not None) is self.paced
+            if kept is not None:
+                there, selected = kept.taken(fresh, count)
+                assert torch.equal((there >= 0).sum(-1), selected.long())
                 self._expect_kept(layer, batch, chosen, there.cpu().numpy())
                 chosen = there.cpu().numpy()
                 entries = self._entries(layer, batch, chosen)
             named = torch.from_numpy(entries).to(device)
-            choice.bring(layer, there, named)
+            choice.bring(layer, fresh, named, ops.Workspace(device))
             self._expect(layer, batch, chosen, named.cpu().numpy())
 
     def _entries(self, layer: int, batch: list[Request], chosen: np.ndarray) -> np.ndarray:

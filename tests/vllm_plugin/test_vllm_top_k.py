@@ -153,7 +153,8 @@ class Case:
         return StepChoice(*given), tables.positions
 
     def read(self, choice: StepChoice, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        offsets = choice.rank(layer, self.q, self.bounds, self.paged)
+        known = (self.q, self.bounds, self.paged, ops.Workspace(self.device))
+        offsets = choice.rank(layer, *known)
         read = choice.read_by(layer, self.paged)
         out, _ = ops.attend_decode(self.q, positions, choice.entries, read, entry_offsets=offsets)
         return out

@@ -8,8 +8,8 @@ Tables are int32, C-contiguous, numpy or torch: entries [N, 5] (block, begin, en
 delta), copies [C, 6] (src_block, src_slot, dst_block, dst_slot, count, delta), slots [R, 2]
 (block, slot), as `KvRequest` makes them, or of an engine's batch `step_tables`.
 
-Pages that a decode step chose come into slots by `recycle_pages` and `move_pages`, whose arenas are
-any tensors of equal pages.
+Pages that a decode step chose come into slots by `recycle_pages`, or `recycle_seats`, and
+`move_pages`, whose arenas are any tensors of equal pages.
 
 Every op takes `backend`: None picks the fast version for the cache's device, "reference" the
 definition in plain loops, which every other version is checked against. Ops are not
@@ -34,7 +34,7 @@ from kvweave.ops.bounded_pages import BoundedPages
 from kvweave.ops.copy_rerotate import copy_rerotate
 from kvweave.ops.dispatch import Backend, Pages, Table
 from kvweave.ops.estimate_pages import estimate_pages
-from kvweave.ops.gather_entries import gather_entries
+from kvweave.ops.gather_entries import KeptPages, gather_entries
 from kvweave.ops.merge_states import merge_states
 from kvweave.ops.move_pages import RowPages, move_pages
 from kvweave.ops.pack_pages import pack_pages, unpack_pages
@@ -42,6 +42,7 @@ from kvweave.ops.packed_kv import PackedBases, PackedKv, PackedPages, packed_for
 from kvweave.ops.page_means import PageMeans, ReadEntries
 from kvweave.ops.reading import PagedKv
 from kvweave.ops.recycle_pages import Recycled, recycle_pages
+from kvweave.ops.recycle_seats import SeatedHeads, Seats, recycle_seats
 from kvweave.ops.rotate_rows import Pairing, rotate_rows
 from kvweave.ops.score_pages import score_pages
 from kvweave.ops.score_tokens import EdgeMass, score_tokens
@@ -55,6 +56,7 @@ __all__ = [
     "Backend",
     "BoundedPages",
     "EdgeMass",
+    "KeptPages",
     "Moments",
     "PackedBases",
     "PackedFormat",
@@ -70,6 +72,8 @@ __all__ = [
     "Recycled",
     "RopeTable",
     "RowPages",
+    "SeatedHeads",
+    "Seats",
     "StepTables",
     "Table",
     "Workspace",
@@ -87,6 +91,7 @@ __all__ = [
     "pack_pages",
     "packed_format",
     "recycle_pages",
+    "recycle_seats",
     "rotate_rows",
     "score_pages",
     "score_tokens",

@@ -11,6 +11,19 @@ const THREADS: u32 = 128;
 /// Numbers of an entry.
 const COLUMNS: usize = 5;
 
+/// What rows of requests selected last. A row outside is nobody's: nothing is kept there.
+#[derive(Clone, Copy, Debug)]
+pub struct KeptPages {
+    /// i32 [rows, G, most], contiguous, written in place.
+    pub pages: DeviceTensor,
+    /// N.
+    pub rows: usize,
+    /// i32 [B]: whose each request's are.
+    pub of: DeviceTensor,
+    /// u8 [B]: whether they go on with them.
+    pub again: DeviceTensor,
+}
+
 /// Selected pages as entry tables of their own: `kvweave_core::ops::GatherEntries`, of which
 /// `validate_gathered` is the caller's to ask. The kernel takes an index outside its table as no
 /// entry; offsets are taken as they are.
@@ -36,6 +49,8 @@ pub struct GatherEntriesLaunch<'a> {
     pub gathered: DeviceTensor,
     /// i32 [2·B·G + 1].
     pub offsets: DeviceTensor,
+    /// What requests selected before, where some go on with that.
+    pub kept: Option<KeptPages>,
     /// The stream's handle; 0 is the default stream.
     pub stream: u64,
 }
@@ -71,6 +86,13 @@ fn params_of(call: &GatherEntriesLaunch<'_>) -> Result<GatherEntriesParams, Cuda
     call.entry_offsets.expect("entry_offsets", spans.saturating_add(1))?;
     call.gathered.expect_size("gathered", &[rows, call.most, COLUMNS])?;
     call.offsets.expect("offsets", rows.saturating_mul(2).saturating_add(1))?;
+    if let Some(kept) = call.kept {
+        kept.pages.expect_size("kept", &[kept.rows, call.kv_heads, call.most])?;
+        kept.of.expect("rows", call.requests)?;
+        kept.again.expect("again", call.requests)?;
+    }
+    let address =
+        |of: fn(&KeptPages) -> DeviceTensor| call.kept.as_ref().map_or(0, |kept| of(kept).address);
     Ok(GatherEntriesParams {
         pages: call.pages.address,
         selected: call.selected.address,
@@ -79,8 +101,12 @@ fn params_of(call: &GatherEntriesLaunch<'_>) -> Result<GatherEntriesParams, Cuda
         heads: call.reach.map_or(0, |reach| reach.heads.address()),
         gathered: call.gathered.address,
         offsets: call.offsets.address,
+        kept: address(|kept| kept.pages),
+        kept_of: address(|kept| kept.of),
+        again: address(|kept| kept.again),
         kv_heads: narrow("heads of pages", call.kv_heads)?,
         tables: narrow("tables", tables)?,
         most: narrow("width of pages", call.most)?,
+        kept_rows: narrow("rows that are kept", call.kept.map_or(0, |kept| kept.rows))?,
     })
 }

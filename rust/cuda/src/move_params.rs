@@ -1,5 +1,27 @@
 //! Params of the kernels that bring pages into slots and carry them, as `csrc/api.h` lays them out.
 
+/// Mirror of `RecycleSeatsParams`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct RecycleSeatsParams {
+    /// i32 [rows / ranks], or 0: rows have no seats.
+    pub(crate) of: u64,
+    /// i32 [ranks].
+    pub(crate) heads: u64,
+    /// i32 [seats].
+    pub(crate) away: u64,
+    /// i32 [seats, width].
+    pub(crate) blocks: u64,
+    /// i32 [requests, heads_of_pages, most, 5].
+    pub(crate) entries: u64,
+    pub(crate) seats: u32,
+    pub(crate) ranks: u32,
+    pub(crate) heads_of_pages: u32,
+    pub(crate) ranks_of_seat: u32,
+    pub(crate) first: u32,
+    pub(crate) by_seat: u32,
+}
+
 /// Mirror of `RecyclePagesParams`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C)]
@@ -27,6 +49,7 @@ pub(crate) struct RecyclePagesParams {
     pub(crate) width: u32,
     pub(crate) limit: u32,
     pub(crate) team_bytes: u32,
+    pub(crate) seats: RecycleSeatsParams,
 }
 
 /// Mirror of `RowPagesParams`.
@@ -75,7 +98,7 @@ pub(crate) struct MoveFp8PagesParams {
     pub(crate) page_pieces: u32,
 }
 
-const _: () = assert!(size_of::<RecyclePagesParams>() == 96);
+const _: () = assert!(size_of::<RecyclePagesParams>() == 160);
 const _: () = assert!(size_of::<RowPagesParams>() == 40);
 const _: () = assert!(size_of::<MovePagesParams>() == 112);
 const _: () = assert!(size_of::<MoveFp8PagesParams>() == 120);

@@ -337,9 +337,16 @@ pub(crate) struct GatherEntriesParams {
     pub(crate) gathered: u64,
     /// i32 [2 · requests · kv_heads + 1].
     pub(crate) offsets: u64,
+    /// i32 [kept_rows, kv_heads, most], or 0.
+    pub(crate) kept: u64,
+    /// i32 [requests].
+    pub(crate) kept_of: u64,
+    /// u8 [requests].
+    pub(crate) again: u64,
     pub(crate) kv_heads: u32,
     pub(crate) tables: u32,
     pub(crate) most: u32,
+    pub(crate) kept_rows: u32,
 }
 
 /// Mirror of `BasesParams`.
@@ -435,7 +442,7 @@ const _: () = assert!(size_of::<PageBoundsParams>() == 104);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);
-const _: () = assert!(size_of::<GatherEntriesParams>() == 72);
+const _: () = assert!(size_of::<GatherEntriesParams>() == 96);
 const _: () = assert!(size_of::<PackPagesParams>() == 120);
 const _: () = assert!(size_of::<AttendPackedParams>() == 296);
 const _: () = assert!(size_of::<StepTablesParams>() == 880);

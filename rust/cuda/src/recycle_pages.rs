@@ -3,7 +3,7 @@
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{Description, Grid};
-use crate::move_params::RecyclePagesParams;
+use crate::move_params::{RecyclePagesParams, RecycleSeatsParams};
 use crate::operands::{DeviceTensor, blocks_of, narrow};
 
 /// `kThreads` of the kernels.
@@ -15,19 +15,51 @@ const WARP_ROW: usize = 1024;
 const WARP_BYTES: usize = 64 << 10;
 /// The kernel counts slots in 16 bits, of which one number is none.
 const MOST_NUMBERS: usize = 65_535;
+/// Numbers of an entry.
+const COLUMNS: usize = 5;
 /// Shared memory that the kernel has beside that of rows.
 const OWN_BYTES: usize = 1024;
+
+/// Rows that are heads of requests with seats: what a row selects is the first pages of its list
+/// that lie elsewhere, its slots are those of its seat, and moves say seat · ranks + rank for a row.
+/// A request whose seat is none of them is left as it is, and so is a head that lists do not have.
+#[derive(Clone, Copy, Debug)]
+pub struct SeatedRows {
+    /// i32 [R / ranks]: the seat of each request.
+    pub of: DeviceTensor,
+    /// i32 [ranks]: whose pages a request's rows have.
+    pub heads: DeviceTensor,
+    /// i32 [seats]: pages below this lie elsewhere.
+    pub away: DeviceTensor,
+    /// i32 [seats, width], contiguous: what slots are called.
+    pub blocks: DeviceTensor,
+    /// i32 [R / ranks, `heads_of_pages`, most, 5], contiguous: of the pages that are listed; what
+    /// lies elsewhere gets the name of its slot.
+    pub entries: DeviceTensor,
+    /// How many there are.
+    pub seats: usize,
+    /// Rows of a request.
+    pub ranks: usize,
+    /// Heads that pages and entries are of.
+    pub heads_of_pages: usize,
+    /// Rows of slots that a seat has.
+    pub ranks_of_seat: usize,
+    /// Of these the one of a request's first row.
+    pub first: usize,
+    /// Whether pages are [seats, …], of which each request's are its seat's.
+    pub by_seat: bool,
+}
 
 /// Selected pages into the slots of rows: `kvweave_core::ops::RecyclePages`, whose checks of a
 /// selection are the caller's where it is on the host. The kernel leaves a row as it is that is not
 /// as it has to be, and says so.
 #[derive(Clone, Copy, Debug)]
 pub struct RecyclePagesLaunch {
-    /// i32 [rows, most], contiguous.
+    /// i32 [rows, most], contiguous; as `seats` says, where there are any.
     pub pages: DeviceTensor,
     /// K.
     pub most: usize,
-    /// i32 [rows].
+    /// i32 [rows]; nothing where there are seats.
     pub selected: DeviceTensor,
     /// R.
     pub rows: usize,
@@ -35,7 +67,7 @@ pub struct RecyclePagesLaunch {
     pub limit: usize,
     /// u8 [rows, width], contiguous.
     pub pinned: Option<DeviceTensor>,
-    /// i32 [rows, width], contiguous, written in place.
+    /// i32 [rows, width], contiguous, written in place; [seats · `ranks_of_seat`, width] of seats.
     pub slots: DeviceTensor,
     /// S.
     pub width: usize,
@@ -49,6 +81,8 @@ pub struct RecyclePagesLaunch {
     pub refused: DeviceTensor,
     /// i32 [at least `RecyclePlan::counters`], 0 before and after.
     pub counters: DeviceTensor,
+    /// Whose rows are, where requests have seats.
+    pub seats: Option<SeatedRows>,
     /// The stream's handle; 0 is the default stream.
     pub stream: u64,
 }
@@ -76,10 +110,11 @@ impl RecyclePlan {
                 return Err(CudaError::unsupported(what, expected, size));
             }
         }
-        // Two bitmaps of words and a rank of 16 bits for each; a slot for each page that is
-        // selected, and one for each that can be missing.
-        let words = call.limit.div_ceil(WARP);
-        let numbers = words.saturating_add(call.most + call.most.min(call.width));
+        // Two bitmaps of words, four at a time, and a rank of 16 bits for each; a slot for each page
+        // that is selected, in pairs, and one for each that can be missing.
+        let words = call.limit.div_ceil(4 * WARP).saturating_mul(4);
+        let chosen = call.most.next_multiple_of(2);
+        let numbers = words.saturating_add(chosen + call.most.min(call.width));
         let bytes = words.saturating_mul(8).saturating_add(numbers.saturating_mul(2));
         let team_bytes = bytes.saturating_add(15) / 16 * 16;
         let teams = THREADS / WARP;
@@ -137,16 +172,23 @@ fn params_of(
     plan: &RecyclePlan,
 ) -> Result<RecyclePagesParams, CudaError> {
     let RecyclePagesLaunch { rows, most, width, .. } = *call;
-    call.pages.expect_size("pages", &[rows, most])?;
-    call.selected.expect("selected", rows)?;
-    call.slots.expect_size("slots", &[rows, width])?;
+    match &call.seats {
+        Some(seats) => seats.expect(call)?,
+        None => {
+            call.pages.expect_size("pages", &[rows, most])?;
+            call.selected.expect("selected", rows)?;
+        }
+    }
+    let slot_rows =
+        call.seats.map_or(rows, |seats| seats.seats.saturating_mul(seats.ranks_of_seat));
+    call.slots.expect_size("slots", &[slot_rows, width])?;
     call.places.expect_size("places", &[rows, most])?;
     call.moves.expect_size("moves", &[rows, most.min(width), 3])?;
     call.count.expect("count", 1)?;
     call.refused.expect("refused", rows)?;
     call.counters.expect("counters", plan.counters())?;
     if let Some(pinned) = call.pinned {
-        pinned.expect_size("pinned", &[rows, width])?;
+        pinned.expect_size("pinned", &[slot_rows, width])?;
     }
     Ok(RecyclePagesParams {
         pages: call.pages.address,
@@ -163,5 +205,47 @@ fn params_of(
         width: narrow("width of slots", width)?,
         limit: narrow("limit", call.limit)?,
         team_bytes: narrow("limit", plan.team_bytes)?,
+        seats: call
+            .seats
+            .map_or_else(|| Ok(RecycleSeatsParams::default()), |seats| seats.params())?,
     })
+}
+
+impl SeatedRows {
+    /// Refuses sizes that do not belong together.
+    fn expect(&self, call: &RecyclePagesLaunch) -> Result<(), CudaError> {
+        let RecyclePagesLaunch { rows, most, width, .. } = *call;
+        let requests = rows / self.ranks.max(1);
+        if requests.saturating_mul(self.ranks) != rows {
+            let expected = format!("a multiple of {} rows", self.ranks);
+            return Err(CudaError::invalid("rows", expected, rows));
+        }
+        if self.first.saturating_add(self.ranks) > self.ranks_of_seat {
+            let expected = format!("at most {} ranks", self.ranks_of_seat);
+            return Err(CudaError::invalid("ranks", expected, self.first + self.ranks));
+        }
+        let lists = if self.by_seat { self.seats } else { requests };
+        call.pages.expect_size("pages", &[lists, self.heads_of_pages, most])?;
+        self.entries.expect_size("entries", &[requests, self.heads_of_pages, most, COLUMNS])?;
+        self.of.expect("seats", requests)?;
+        self.heads.expect("heads", self.ranks)?;
+        self.away.expect("away", self.seats)?;
+        self.blocks.expect_size("blocks", &[self.seats, width])
+    }
+
+    fn params(&self) -> Result<RecycleSeatsParams, CudaError> {
+        Ok(RecycleSeatsParams {
+            of: self.of.address,
+            heads: self.heads.address,
+            away: self.away.address,
+            blocks: self.blocks.address,
+            entries: self.entries.address,
+            seats: narrow("seats", self.seats)?,
+            ranks: narrow("ranks", self.ranks)?,
+            heads_of_pages: narrow("heads of pages", self.heads_of_pages)?,
+            ranks_of_seat: narrow("ranks of a seat", self.ranks_of_seat)?,
+            first: narrow("first rank", self.first)?,
+            by_seat: u32::from(self.by_seat),
+        })
+    }
 }

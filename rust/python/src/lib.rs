@@ -109,6 +109,8 @@ mod _native {
     #[pymodule_export]
     use super::ops::cuda::recycle_pages::recycle_pages_cuda;
     #[pymodule_export]
+    use super::ops::cuda::recycle_seats::recycle_seats_cuda;
+    #[pymodule_export]
     use super::ops::cuda::rotate_rows::rotate_rows_cuda;
     #[pymodule_export]
     use super::ops::cuda::score_pages::score_pages_cuda;

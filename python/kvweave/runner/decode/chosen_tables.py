@@ -36,7 +36,7 @@ from kvweave.runner.model.model_spec import ModelSpec
 class _Ranking:
     """The requests that one budget ranks in a step, of B: those that it does not rank list nothing.
 
-    `lists` i64 [B]: of `ChosenRoom.chosen`, where what is chosen goes. `brought` i64 [B]: rows of
+    `lists` i64 [B]: of `ChosenRoom.chosen`, where what is chosen goes. `brought` i32 [B]: rows of
     host memory, into whose slots it is brought now. `offsets` i32 [2 · B + 1]:
     where a request's entries begin and end. `budgets` i32 [B · heads]. Scores have so much `width`.
     """
@@ -53,7 +53,7 @@ class _Ranking:
         offsets = torch.nn.functional.pad(spans, (0, 1))
         rows = len(plan) * room.budget.heads
         budgets = torch.full((rows,), room.budget.pages, dtype=torch.int32, device=plan.device)
-        lists, brought = plan[:, DUE].long(), plan[:, BROUGHT].long()
+        lists, brought = plan[:, DUE].long(), plan[:, BROUGHT].contiguous()
         return _Ranking(lists, brought, offsets, budgets, width)
 
 
@@ -125,7 +125,7 @@ class ChosenTables:
         behind = room.chosen[:, :, room.budget.pages - 1 :]
         behind.index_copy_(0, plan[:, KEPT].long(), newest)
 
-    def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table]:
+    def read(self, layer: int, q: torch.Tensor, workspace: Workspace | None) -> tuple[Table, Table]:
         """The entries and offsets by which rows of queries q [B, H, D] read a layer.
 
         For requests that are due its heads first choose anew.
@@ -133,7 +133,7 @@ class ChosenTables:
         for choice in self.choices[layer]:
             ranking = self.rankings[choice.budget]
             if ranking is not None:
-                self._rank(layer, q, choice, ranking)
+                self._rank(layer, q, choice, ranking, workspace)
         return self.entries, self.offsets
 
     def estimated(
@@ -174,7 +174,14 @@ class ChosenTables:
             )
         return attended
 
-    def _rank(self, layer: int, q: torch.Tensor, choice: HeadChoice, ranking: _Ranking) -> None:
+    def _rank(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        choice: HeadChoice,
+        ranking: _Ranking,
+        workspace: Workspace | None,
+    ) -> None:
         room = self.rooms[choice.budget]
         scores, counts = self._score(layer, q, choice, ranking)
         rows = *counts.shape, room.budget.pages
@@ -195,8 +202,8 @@ class ChosenTables:
         )
         entries = entries.view(*rows, 5)
         if room.host is not None:
-            some = room.host.of(ranking.brought)
-            room.host.bring(choice.ranks, some, chosen.view(rows), entries)
+            seated = ops.SeatedHeads(ranking.brought, choice.numbers, choice.ranks[0])
+            room.host.bring(seated, chosen.view(rows), entries, workspace=workspace)
         if room.late is not None:
             room.late.note(choice.ranks, ranking.lists, chosen.view(rows))
         to = room.chosen[:, choice.ranks[0] : choice.ranks[1], : room.budget.pages]

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
+from kvweave.ops import Recycled
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
@@ -79,18 +81,37 @@ class HostRoom(SlotRoom):
         index = torch.as_tensor(at_rows).long()
         held = self.held.index_select(0, index)
         old, lay = held.clone(), torch.as_tensor(known)
-        coming, some = self._recycled(chosen, held, lay), self.of(index)
-        gone = self._recycled(chosen, held, some.spilled)
+        parts = (self.slots, self.home, self.spilled)
+        slots, home, away = (part.index_select(0, index) for part in parts)
+        coming, gone = (self._recycled(chosen, held, before) for before in (lay, away))
         self.held.index_copy_(0, index, held)
-        here, there = self._sides(some, (0, heads))
+        here, there = self._sides(slots, home, (0, heads))
         failed = self.pool.fetch(gone.moves, gone.count, here, there, heads)
         arrival, others = self.pool.fetch_late(coming.moves, coming.count, here, there, heads)
         for number, error in {**failed, **others}.items():
             self.failures[int(rows[number])] = error
         at = gone.places.view(chosen.shape)
-        self._name(some, at, entries)
+        self._name(slots, at, entries)
         there_before = old.gather(2, at.clamp_min(0).long()) == chosen
         return (at >= 0) & (chosen < lay[:, None, None]) & ~there_before, arrival
+
+    def _recycled(self, chosen: torch.Tensor, held: torch.Tensor, away: torch.Tensor) -> Recycled:
+        """Slots for pages of the first so many `away` [B] that are chosen; `held` says which."""
+        # They ascend, so that those come first.
+        some = (chosen >= 0) & (chosen < away[:, None, None])
+        return ops.recycle_pages(
+            chosen.flatten(0, 1),
+            some.sum(-1, dtype=torch.int32).flatten(),
+            held.view(-1, held.shape[-1]),
+            limit=self.home.shape[1],
+        )
+
+    @staticmethod
+    def _name(slots: torch.Tensor, at: torch.Tensor, entries: torch.Tensor) -> None:
+        """Has entries [B, heads, K, 5] name the slots `at` [B, heads, K], where these are any."""
+        slots = slots[:, None].expand(-1, at.shape[1], -1)
+        named = slots.gather(2, at.clamp_min(0).long())
+        entries[..., 0] = torch.where(at >= 0, named, entries[..., 0])
 
 
 class HostSlots:

@@ -26,6 +26,7 @@ class HeadChoice:
     """Heads of a layer that choose pages by one budget.
 
     `budget`: its number. `heads` i64 [n] on the device: which they are, None for all of the layer.
+    `numbers` i32 [n] there count them.
     `ranks`: the first of their pages in a block and the one behind the last, which lie side by
     side. `bounds` and `listed` say of the same table of a request, which is the first of two, in
     which rows the heads' bounds are, and nothing more. `left` is of all heads of the layer, over
@@ -34,6 +35,7 @@ class HeadChoice:
 
     budget: int
     heads: torch.Tensor | None
+    numbers: torch.Tensor
     ranks: tuple[int, int]
     bounds: Reach
     listed: Reach
@@ -112,7 +114,8 @@ def _choices(heads: HeadReads, layer: int) -> list[HeadChoice]:
         left = np.tile(np.asarray([1, 0, 0, 0], np.int32), (heads.spec.kv_heads, 1))
         left[some] = rows
         reaches = Reach(2, rows), Reach(2, rows * 0), Reach(3, left)
-        made.append(HeadChoice(number, index, (ranks[0], ranks[-1] + 1), *reaches))
+        numbers = send_index(heads.spec.device, np.arange(len(ranks)))
+        made.append(HeadChoice(number, index, numbers, (ranks[0], ranks[-1] + 1), *reaches))
     return made
 
 

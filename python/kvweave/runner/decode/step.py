@@ -66,7 +66,9 @@ class DecodeTables:
         known = ids, positions, places, entries, splits, turns, slots.reach
         return DecodeTables(*known, chosen, packed)
 
-    def read(self, layer: int, q: torch.Tensor) -> tuple[Table, Table, Reach]:
+    def read(
+        self, layer: int, q: torch.Tensor, workspace: Workspace | None
+    ) -> tuple[Table, Table, Reach]:
         """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer.
 
         Heads that are to choose anew do so by these queries.
@@ -74,7 +76,7 @@ class DecodeTables:
         reach = self.reach.chosen[layer]
         if self.chosen is None or reach is None:
             return self.entries, self.offsets, self.reach.reads[layer]
-        return *self.chosen.read(layer, q), reach
+        return *self.chosen.read(layer, q, workspace), reach
 
 
 def turns_of(rotary: Rotary, places: Int32) -> Turns:
@@ -113,7 +115,7 @@ def forward(
             queries[index].copy_(q)
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
         heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
-        entries, offsets, read = tables.read(index, q)
+        entries, offsets, read = tables.read(index, q, workspace)
         kv = ops.PagedKv(pages, index, heads, scale, rope, None, softcap, read)
         called = q, tables.positions, entries, kv
         rows = tables.row_offsets

@@ -79,7 +79,7 @@ class ChoosingAttention(PagedAttention):
         assert tables.deciding is not None
         one, choice = tables.deciding
         paged = self.paged(pages)
-        offsets = choice.rank(layer.ranked, q, self._bounds_of(layer), paged)
+        offsets = choice.rank(layer.ranked, q, self._bounds_of(layer), paged, one.workspace)
         ops.attend_decode(
             q,
             one.positions,

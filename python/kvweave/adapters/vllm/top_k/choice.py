@@ -55,19 +55,16 @@ class FarPages(Protocol):
     def begin_step(self, chooses: torch.Tensor) -> torch.Tensor:
         """Which of the requests that choose, bool [B], do so anew in this step."""
 
-    def kept(
-        self, layer: int, chosen: torch.Tensor, selected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts what others chose before in place of nothing, and keeps all of it.
+    def kept(self, layer: int) -> ops.KeptPages | None:
+        """What requests chose before, where that is kept."""
 
-        chosen i32 [B, G, K] and selected i32 [B, G], as `ops.select_pages` has them.
-        """
+    def bring(
+        self, layer: int, chosen: torch.Tensor, entries: torch.Tensor, workspace: ops.Workspace
+    ) -> None:
+        """Brings pages that are chosen, and has entries name where they are then.
 
-    def bring(self, layer: int, chosen: torch.Tensor, entries: torch.Tensor) -> None:
-        """Brings those of them that are chosen, and has entries name where they are then.
-
-        chosen i32 [B, G, K]: numbers of a request's pages, −1 behind them; entries i32
-        [B, G, K, 5] are of these.
+        chosen i32 [B, G, K]: numbers of a request's pages, −1 behind them, of those who do not go
+        on with what is kept; entries i32 [B, G, K, 5] are of all that is chosen.
         """
 
 
@@ -196,7 +193,12 @@ class StepChoice:
         read[..., 0], read[..., 1] = begin, end
 
     def rank(
-        self, layer: int, q: torch.Tensor, bounds: torch.Tensor, paged: ops.PagedKv
+        self,
+        layer: int,
+        q: torch.Tensor,
+        bounds: torch.Tensor,
+        paged: ops.PagedKv,
+        workspace: ops.Workspace,
     ) -> torch.Tensor:
         """The heads of a layer choose by queries q [B, H, D] and bounds of all pages.
 
@@ -226,19 +228,18 @@ class StepChoice:
             most=heads.most,
         )
         # Of a head that lists nothing nothing is selected.
-        chosen, selected = chosen.view(rows), selected.view(rows[:2])
-        if self.far is not None:
-            chosen, selected = self.far.kept(layer, chosen, selected)
+        chosen = chosen.view(rows)
         ops.gather_entries(
             chosen,
-            selected,
+            selected.view(rows[:2]),
             own,
             entry_offsets=self.offsets,
             reach=heads.gathered[layer],
             out=self._room,
+            kept=None if self.far is None else self.far.kept(layer),
         )
         if self.far is not None:
-            self.far.bring(layer, chosen, self._room.view(*rows, 5))
+            self.far.bring(layer, chosen, self._room.view(*rows, 5), workspace)
         return self._read[layer]
 
     def read_by(self, layer: int, paged: ops.PagedKv) -> ops.PagedKv:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from kvweave import ops
 from kvweave.adapters.vllm.backend.step_tables import StepBatch
 from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
-from kvweave.runner.decode.slot_room import RoomRows
 
 
 @dataclass(frozen=True)
 class HeadRun:
     """Heads of a layer whose pages lie side by side in a table's blocks, from `rank` on.
 
-    `heads` i64 [n] on the device: their numbers in the layer.
+    `heads` i32 [n] on the device: their numbers in the layer.
     """
 
     table: int
@@ -37,7 +37,7 @@ def runs_of_layer(layout: PageLayout, layer: int, rank: int) -> list[HeadRun]:
             found.setdefault(table, []).append((page, head))
     # A layer's heads of a class are given pages one after another.
     return [
-        HeadRun(table, pages[0][0], torch.tensor([head for _, head in pages], device="cpu"))
+        HeadRun(table, pages[0][0], torch.tensor([head for _, head in pages], dtype=torch.int32))
         for table, pages in found.items()
     ]
 
@@ -56,7 +56,6 @@ class FarChoice:
     batch: StepBatch
     _seats: torch.Tensor = field(init=False)
     _again: torch.Tensor | None = field(init=False, default=None)
-    _rows: dict[int, RoomRows] = field(init=False)
 
     def begin_step(self, chooses: torch.Tensor) -> torch.Tensor:
         """Finds the seats of the requests that choose, and which of these do so anew."""
@@ -65,34 +64,28 @@ class FarChoice:
         number = (batch.lengths - 1).clamp_min(0) // layout.page_tokens
         newest = batch.blocks.gather(1, number[:, None].long())[:, 0]
         seats = memory.seat_of.index_select(0, newest.long())
-        self._seats = torch.where(chooses & (batch.lengths > 0), seats, memory.nobody).long()
-        self._rows = {table: room.of(self._seats) for table, room in memory.rooms.items()}
+        self._seats = torch.where(chooses & (batch.lengths > 0), seats, memory.nobody)
         if not layout.paced:
             return chooses
-        goes_on = memory.chosen_at.index_select(0, self._seats) == number
+        at = self._seats.long()
+        goes_on = memory.chosen_at.index_select(0, at) == number
         self._again = chooses & goes_on & (self._seats != memory.nobody)
-        memory.chosen_at.index_copy_(0, self._seats, number.int())
+        memory.chosen_at.index_copy_(0, at, number.int())
         return chooses & ~self._again
 
-    def kept(
-        self, layer: int, chosen: torch.Tensor, selected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def kept(self, layer: int) -> ops.KeptPages | None:
         """As `top_k.choice.FarPages`."""
         if self._again is None:
-            return chosen, selected
-        memory = self.memory.chosen[layer]
-        again = self._again[:, None, None]
-        chosen = torch.where(again, memory.index_select(0, self._seats), chosen)
-        memory.index_copy_(0, self._seats, chosen)
-        count = (chosen >= 0).sum(-1, dtype=torch.int32)
-        return chosen, torch.where(again[..., 0], count, selected)
+            return None
+        return ops.KeptPages(self.memory.chosen[layer], self._seats, self._again)
 
-    def bring(self, layer: int, chosen: torch.Tensor, entries: torch.Tensor) -> None:
+    def bring(
+        self, layer: int, chosen: torch.Tensor, entries: torch.Tensor, workspace: ops.Workspace
+    ) -> None:
         """As `top_k.choice.FarPages`."""
+        paced = self._again is not None
+        pages = self.memory.chosen[layer] if paced else chosen
         for run in self.runs[layer]:
-            ranks = run.rank, run.rank + len(run.heads)
+            rows = ops.SeatedHeads(self._seats, run.heads, run.rank)
             room = self.memory.rooms[run.table]
-            named = entries.index_select(1, run.heads)
-            some = self._rows[run.table]
-            room.bring(ranks, some, chosen.index_select(1, run.heads), named)
-            entries.index_copy_(1, run.heads, named)
+            room.bring(rows, pages, entries, by_seat=paced, workspace=workspace)

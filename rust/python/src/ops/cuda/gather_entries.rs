@@ -1,35 +1,37 @@
 //! `gather_entries` on CUDA.
 
 use kvweave_core::ops::validate_gathered;
-use kvweave_cuda::{DeviceReach, GatherEntriesLaunch};
+use kvweave_cuda::{DeviceReach, GatherEntriesLaunch, KeptPages};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, TablePair, extent_of, ordinal_of};
 use super::device::backend;
 use crate::arguments::raised;
-use crate::dlpack::borrow;
+use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
 use crate::reach::Reach;
 use crate::tensor::TensorRef;
 
-/// `chosen` are the pages and how many were selected; `results` are entries and offsets. `stream`
-/// is the handle of the stream to run on.
+/// `chosen` are the pages and how many were selected, `tables` the entries that they are of and
+/// where each table's begin; `results` are entries and offsets; `kept`
+/// what rows of requests selected last, written in place, whose each request's are, and whether they
+/// go on with that. `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
-#[pyo3(signature = (chosen, entries, entry_offsets, reach, results, stream))]
+#[pyo3(signature = (chosen, tables, reach, results, kept, stream))]
 pub fn gather_entries_cuda(
     py: Python<'_>,
     chosen: (Bound<'_, PyAny>, Bound<'_, PyAny>),
-    entries: TablePair<'_>,
-    entry_offsets: TablePair<'_>,
+    tables: (TablePair<'_>, TablePair<'_>),
     reach: Option<&Bound<'_, Reach>>,
     results: (Bound<'_, PyAny>, Bound<'_, PyAny>),
+    kept: Option<(Bound<'_, PyAny>, Bound<'_, PyAny>, Bound<'_, PyAny>)>,
     stream: u64,
 ) -> PyResult<()> {
     let (pages, selected) = (borrow("pages", &chosen.0)?, borrow("selected", &chosen.1)?);
     let (entries, ends) =
-        (DeviceTable::of("entries", &entries)?, DeviceTable::of("entry_offsets", &entry_offsets)?);
+        (DeviceTable::of("entries", &tables.0)?, DeviceTable::of("entry_offsets", &tables.1)?);
     let (gathered, offsets) = (borrow("gathered", &results.0)?, borrow("offsets", &results.1)?);
     let reach = reach.map(Bound::get);
     let tensors = [
@@ -40,7 +42,17 @@ pub fn gather_entries_cuda(
         ("offsets", &offsets.tensor),
         ("gathered", &gathered.tensor),
     ];
-    let checks = || Ok((ordinal_of("pages", &pages.tensor)?, launch_of(&tensors, stream)?));
+    let kept = match &kept {
+        None => None,
+        Some((pages, of, again)) => {
+            Some([borrow("kept", pages)?, borrow("rows", of)?, borrow("again", again)?])
+        }
+    };
+    let checks = || {
+        let launch = launch_of(&tensors, stream)?;
+        let kept = kept.as_ref().map(|kept| kept_of(&tensors, &launch, kept)).transpose()?;
+        Ok((ordinal_of("pages", &pages.tensor)?, GatherEntriesLaunch { kept, ..launch }))
+    };
     let (ordinal, launch) = raised(py, checks())?;
     let ends = ends.on_device.tensor.shape()[0];
     call_core(py, || {
@@ -98,7 +110,35 @@ fn launch_of<'a>(
         reach: None,
         gathered: at(5)?,
         offsets: at(4)?,
+        kept: None,
         stream,
+    })
+}
+
+/// What is kept of pages, beside the tensors of a launch.
+fn kept_of(
+    tensors: &[(&str, &TensorRef); 6],
+    launch: &GatherEntriesLaunch<'_>,
+    [kept, of, again]: &[Borrowed<'_>; 3],
+) -> Result<KeptPages, Failure> {
+    let (_, pages) = tensors[0];
+    let (kept, of, again) = (&kept.tensor, &of.tensor, &again.tensor);
+    let GatherEntriesLaunch { requests, kv_heads, most, .. } = *launch;
+    let shape = [("N", None), ("G", Some(kv_heads)), ("K", Some(most))];
+    expect_numbers("kept", kept, pages, &shape)?;
+    expect_numbers("rows", of, pages, &[("B", Some(requests))])?;
+    again.expect_dtype("again", DType::U8)?;
+    again.expect_device("again", pages.device)?;
+    again.expect_shape("again", &[("B", Some(requests))])?;
+    again.expect_contiguous("again")?;
+    kept.expect_writable("kept")?;
+    let others = tensors.iter().copied().chain([("rows", of), ("again", again)]);
+    others.into_iter().try_for_each(|(name, other)| kept.expect_apart("kept", other, name))?;
+    Ok(KeptPages {
+        pages: extent_of("kept", kept)?,
+        rows: kept.shape()[0],
+        of: extent_of("rows", of)?,
+        again: extent_of("again", again)?,
     })
 }
 

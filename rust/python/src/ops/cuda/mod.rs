@@ -20,6 +20,7 @@ pub mod move_pages;
 pub mod pack_pages;
 mod reading;
 pub mod recycle_pages;
+pub mod recycle_seats;
 pub mod rotate_rows;
 pub mod score_pages;
 pub mod score_tokens;

@@ -138,6 +138,7 @@ fn launch_of(
         count,
         refused,
         counters: nothing,
+        seats: None,
         stream,
     };
     Ok((place, launch))
