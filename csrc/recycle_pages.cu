@@ -29,7 +29,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kOwn = 4;  // numbers that a thread asks for at once
+constexpr int kOwn = 4;    // numbers that a thread asks for at once
+constexpr int kAhead = 2;  // how often it does so for slots, before any has come
 constexpr uint32_t kAll = ~0u;
 constexpr uint32_t kNone = 0xffff;
 constexpr uint32_t kColumns = 5;  // of an entry
@@ -71,6 +72,7 @@ class Row {
   uint16_t* before;   // selected pages before those of a word
   uint16_t* slot_of;  // of each selected page: its slot
   uint16_t* left;     // slots for what is missing
+  uint16_t* lacking;  // and which of the selected pages that is
   const int32_t* pages;
   int32_t* slots;
   const uint8_t* pinned;
@@ -141,6 +143,7 @@ class Row {
     before = reinterpret_cast<uint16_t*>(held + words);
     slot_of = before + words;
     left = slot_of + (p.most + 1) / 2 * 2;
+    lacking = left + room;
     is_there = row < p.rows;
     is_bad = false;
     if (is_there && p.seats.of != nullptr) {
@@ -152,9 +155,10 @@ class Row {
 
   // Finds what is missing, and whether the row is as it has to be.
   __device__ void compare() {
-    int32_t of_slots[kOwn];
+    int32_t of_slots[kAhead][kOwn];
     fetch(own, pages, 0, is_there ? p.most : 0);
-    fetch(of_slots, slots, 0, width);
+#pragma unroll
+    for (int tile = 0; tile < kAhead; ++tile) fetch(of_slots[tile], slots, tile, width);
     auto* bits = reinterpret_cast<uint4*>(wanted);
     for (uint32_t i = rank; i < words / 2; i += kTeam) bits[i] = uint4{};
     count_chosen();
@@ -171,12 +175,12 @@ class Row {
     if (is_bad) missing = 0;
   }
 
-  // Writes what the row has, its moves from `first` on.
-  __device__ void write(uint32_t first) {
+  // Writes where what is selected is, and which pages slots hold then.
+  __device__ void write() {
     if (!is_there) return;
     const uint32_t sound = is_bad ? 0 : chosen;
     int32_t* places = p.places + int64_t{row} * p.most;
-    uint32_t moved = first;
+    uint32_t moved = 0;
     for (uint32_t tile = 0; tile < tiles(p.most); ++tile) {
       if (tile > 0 || tiles(chosen) > 1) fetch(own, pages, tile, chosen);
       uint32_t is_missing = 0, of_warp = 0;
@@ -197,12 +201,9 @@ class Row {
         int32_t slot = index < sound ? slot_of[index] : -1;
         if (lacks) {
           const uint32_t place = next + __popc(all_lacking & ((1u << lane) - 1));
-          slot = left[place - first];
+          slot = left[place];
           slots[slot] = own[i];
-          int32_t* move = p.moves + int64_t{place} * 3;
-          move[0] = static_cast<int32_t>(number);
-          move[1] = own[i];
-          move[2] = slot;
+          lacking[place] = static_cast<uint16_t>(index);
         }
         if (index < p.most) places[index] = slot;
         if (slot >= 0 && blocks != nullptr) entries[kColumns * index] = blocks[slot];
@@ -211,6 +212,18 @@ class Row {
       moved += of_tile.all;
     }
     if (rank == 0) p.refused[row] = is_bad;
+    wait_for_team();
+  }
+
+  // Writes the row's moves from `first` on, as words that lie side by side.
+  __device__ void list(uint32_t first) const {
+    int32_t* moves = p.moves + int64_t{first} * 3;
+    for (uint32_t word = rank; word < 3 * missing; word += kTeam) {
+      const uint32_t move = word / 3, column = word % 3;
+      const int32_t page = pages[lacking[move]];
+      const int32_t of_slot = column == 1 ? page : left[move];
+      moves[word] = column == 0 ? static_cast<int32_t>(number) : of_slot;
+    }
   }
 
  private:
@@ -269,18 +282,17 @@ class Row {
   __device__ __forceinline__ void mark_pages() {
     for (uint32_t tile = 0; tile < tiles(chosen); ++tile) {
       if (tile > 0) fetch(own, pages, tile, chosen);
+      const uint32_t begin = at(tile, 0) - lane;
+      const int32_t before_own = begin > 0 && begin < chosen ? pages[begin - 1] : kNoPage;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const uint32_t index = at(tile, i);
+        const uint32_t index = at(tile, i), page = own[i];
         int32_t last = __shfl_up_sync(kAll, own[i], 1);
-        if (lane == 0) last = index > 0 && index < chosen ? pages[index - 1] : kNoPage;
-        if (index >= chosen) continue;
-        const uint32_t page = own[i];
-        if (page < p.limit && own[i] > last) {
-          atomicOr(&wanted[page / 32], 1u << page % 32);
-        } else {
-          is_bad = true;
-        }
+        const int32_t across = i > 0 ? __shfl_sync(kAll, own[max(i, 1) - 1], 31) : before_own;
+        last = lane == 0 ? across : last;
+        const bool is_listed = index < chosen, is_sound = page < p.limit && own[i] > last;
+        is_bad |= is_listed && !is_sound;
+        if (is_listed && is_sound) atomicOr(&wanted[page / 32], 1u << page % 32);
       }
     }
   }
@@ -311,37 +323,46 @@ class Row {
 
   // Notes the slots of pages that are selected, and the first slots that are left. Returns how many
   // there are of either.
-  __device__ __forceinline__ Sums visit_slots(int32_t (&of_slots)[kOwn]) {
+  __device__ __forceinline__ Sums visit_slots(int32_t (&of_slots)[kAhead][kOwn]) {
     Sums found{0, 0};
-    for (uint32_t tile = 0; tile < tiles(width); ++tile) {
-      if (tile > 0) fetch(of_slots, slots, tile, width);
-      uint32_t is_left = 0, counts = 0;
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const uint32_t slot = at(tile, i);
-        // A warp beyond the slots has nothing to ask.
-        if (slot - lane >= width) continue;
-        const bool stays = slot < width && holds_selected(of_slots[i], slot);
-        const bool goes = slot < width && !stays && !is_pinned(slot);
-        is_left |= static_cast<uint32_t>(goes) << i;
-        counts += __popc(__ballot_sync(kAll, stays)) << 16 | __popc(__ballot_sync(kAll, goes));
-      }
-      const Sums of_tile = sums(counts);
-      uint32_t next = found.all + (of_tile.before & 0xffff);
-#pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        if (at(tile, i) - lane >= width) continue;
-        const bool goes = is_left >> i & 1;
-        const uint32_t all_going = __ballot_sync(kAll, goes);
-        const uint32_t place = next + __popc(all_going & ((1u << lane) - 1));
-        if (goes && place < room) left[place] = static_cast<uint16_t>(at(tile, i));
-        next += __popc(all_going);
-      }
-      found.before += of_tile.all >> 16;
-      found.all += of_tile.all & 0xffff;
+    for (uint32_t tile = 0; tile < kAhead; ++tile) {
+      if (tile < tiles(width)) visit(tile, of_slots[tile], found);
+    }
+    for (uint32_t tile = kAhead; tile < tiles(width); ++tile) {
+      fetch(of_slots[0], slots, tile, width);
+      visit(tile, of_slots[0], found);
     }
     wait_for_team();
     return found;
+  }
+
+  // The same of some slots.
+  __device__ __forceinline__ void visit(uint32_t tile, const int32_t (&of_slots)[kOwn],
+                                        Sums& found) {
+    uint32_t going[kOwn], counts = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t slot = at(tile, i);
+      going[i] = 0;
+      // A warp beyond the slots has nothing to ask.
+      if (slot - lane >= width) continue;
+      const bool stays = holds_selected(of_slots[i], slot);
+      const bool goes = slot < width && !stays && !is_pinned(slot);
+      going[i] = __ballot_sync(kAll, goes);
+      counts += __popc(__ballot_sync(kAll, stays)) << 16 | __popc(going[i]);
+    }
+    const Sums of_tile = sums(counts);
+    uint32_t next = found.all + (of_tile.before & 0xffff);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const uint32_t place = next + __popc(going[i] & ((1u << lane) - 1));
+      const bool goes = going[i] >> lane & 1;
+      if (goes && place < room) left[place] = static_cast<uint16_t>(at(tile, i));
+      next += __popc(going[i]);
+    }
+    found.before += of_tile.all >> 16;
+    found.all += of_tile.all & 0xffff;
   }
 
   __device__ __forceinline__ bool is_pinned(uint32_t slot) const {
@@ -349,23 +370,22 @@ class Row {
   }
 
   __device__ __forceinline__ bool holds_selected(int32_t page, uint32_t slot) {
-    if (page == kNoPage) return false;
-    const uint32_t number = page, word = number / 32, bit = 1u << number % 32;
-    if (number >= p.limit || (atomicOr(&held[word], bit) & bit) != 0) {
-      is_bad = true;
-      return false;
-    }
-    const uint32_t bits = wanted[word];
-    if ((bits & bit) == 0) return false;
-    slot_of[before[word] + __popc(bits & (bit - 1))] = static_cast<uint16_t>(slot);
-    return true;
+    const uint32_t number = page;
+    const bool is_known = number < p.limit;
+    const uint32_t word = is_known ? number / 32 : 0, bit = is_known ? 1u << number % 32 : 0;
+    const uint32_t bits = is_known ? wanted[word] : 0, earlier = is_known ? before[word] : 0;
+    uint32_t others = 0;
+    if (is_known) others = atomicOr(&held[word], bit);
+    is_bad |= (page != kNoPage && !is_known) || (others & bit) != 0;
+    const bool stays = (bits & bit) != 0;
+    if (stays) slot_of[earlier + __popc(bits & (bit - 1))] = static_cast<uint16_t>(slot);
+    return stays;
   }
 };
 
-// Says how many moves this thread block has, and adds up what those before it say.
-__device__ uint32_t moves_before(const RecyclePagesParams& p, Shared& sh, uint32_t own) {
-  volatile uint32_t* states = p.states;
-  if (threadIdx.x == 0) states[blockIdx.x] = own + 1;
+// Adds up how many moves the thread blocks before this one have said that they have.
+__device__ uint32_t moves_before(const RecyclePagesParams& p, Shared& sh) {
+  const volatile uint32_t* states = p.states;
   uint32_t sum = 0;
   for (uint32_t i = threadIdx.x; i < blockIdx.x; i += kThreads) {
     uint32_t said;
@@ -393,14 +413,17 @@ __device__ __forceinline__ void recycle(const RecyclePagesParams& p) {
     of_earlier += team < threadIdx.x / kTeam ? sh.of_team[team] : 0;
     own += sh.of_team[team];
   }
-  const uint32_t first = moves_before(p, sh, own);
+  if (threadIdx.x == 0) *const_cast<volatile uint32_t*>(p.states + blockIdx.x) = own + 1;
+  // While the others say theirs.
+  row.write();
+  const uint32_t first = moves_before(p, sh);
   const uint32_t last = gridDim.x - 1;
   if (threadIdx.x == 0) {
     if (blockIdx.x == last) *p.count = static_cast<int32_t>(first + own);
     __threadfence();
     sh.is_last = atomicAdd(&p.states[gridDim.x], 1u) == last;
   }
-  row.write(first + of_earlier);
+  row.list(first + of_earlier);
   __syncthreads();
   if (!sh.is_last) return;
   for (uint32_t i = threadIdx.x; i <= gridDim.x; i += kThreads) p.states[i] = 0;

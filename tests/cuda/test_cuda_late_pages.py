@@ -15,7 +15,8 @@ from head_maps import near
 from host_faults import ASK
 from host_memory import both, host_runner, nothing_is_held, spills
 from kvweave.runner import Runner
-from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.aside import Arrival
+from kvweave.runner.kv.host_pool import HostPool
 from late_pages import LateArrivals, steps_of
 from ranked_pages import FULL, WINDOW, top_k
 from versions import needs_cuda

@@ -14,8 +14,9 @@ from families import random_tokens
 from kvweave.runner import Runner
 from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.kv import host_pool
+from kvweave.runner.kv.aside import Arrival
 from kvweave.runner.kv.host_pages import HostPages, blocks_of
-from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.host_pool import HostPool
 
 ALWAYS = 10**9
 ASK: dict[str, Any] = {"max_new_tokens": 20, "stop": (), "remember": False}

@@ -14,7 +14,8 @@ from decode_batches import decoding
 from kvweave.runner import Runner
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.aside import Arrival
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
 from ranked_pages import best_pages, page_score, stored_tokens
 

@@ -18,7 +18,7 @@ from kvweave import PoolFull, ops
 from kvweave.runner import Runner, Sampling, Segment
 from kvweave.runner.decode import Decoder
 from kvweave.runner.kv import host_pool
-from kvweave.runner.kv.host_pool import Arrival, Aside
+from kvweave.runner.kv.aside import Arrival, Aside
 from ranked_pages import FULL, WINDOW, logits_of_steps, stepping_as_on_a_gpu, top_k
 
 STEPS = 40

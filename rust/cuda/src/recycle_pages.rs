@@ -20,9 +20,9 @@ const COLUMNS: usize = 5;
 /// Shared memory that the kernel has beside that of rows.
 const OWN_BYTES: usize = 1024;
 
-/// Rows that are heads of requests with seats: what a row selects is the first pages of its list
-/// that lie elsewhere, its slots are those of its seat, and moves say seat · ranks + rank for a row.
-/// A request whose seat is none of them is left as it is, and so is a head that lists do not have.
+/// Rows that are heads of requests with seats: what a row selects are the first pages of its list,
+/// which lie elsewhere, its slots are its seat's, and moves say seat · ranks + rank for a row. A
+/// request whose seat is none of them is left as it is, and so is a head that lists do not have.
 #[derive(Clone, Copy, Debug)]
 pub struct SeatedRows {
     /// i32 [R / ranks]: the seat of each request.
@@ -110,11 +110,11 @@ impl RecyclePlan {
                 return Err(CudaError::unsupported(what, expected, size));
             }
         }
-        // Two bitmaps of words, four at a time, and a rank of 16 bits for each; a slot for each page
-        // that is selected, in pairs, and one for each that can be missing.
+        // Two bitmaps of words, four at a time, and a rank of 16 bits for each; a slot for each
+        // page that is selected, in pairs, and one for each that can be missing, with what is.
         let words = call.limit.div_ceil(4 * WARP).saturating_mul(4);
         let chosen = call.most.next_multiple_of(2);
-        let numbers = words.saturating_add(chosen + call.most.min(call.width));
+        let numbers = words.saturating_add(chosen + 2 * call.most.min(call.width));
         let bytes = words.saturating_mul(8).saturating_add(numbers.saturating_mul(2));
         let team_bytes = bytes.saturating_add(15) / 16 * 16;
         let teams = THREADS / WARP;

@@ -20,8 +20,8 @@ from kvweave.runner.decode.rounds import Rounds, Run
 from kvweave.runner.decode.sampling import Int64, choose_all
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import DecodeTables, forward, query_room
+from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.heads import HeadReads
-from kvweave.runner.kv.host_pool import Aside
 from kvweave.runner.model.rope import Rotary
 
 _MOST_SLOTS = 4

@@ -27,8 +27,9 @@ from kvweave.ops import Recycled
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
+from kvweave.runner.kv.aside import Arrival
 from kvweave.runner.kv.host_pages import HostPages
-from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.tables import Int32, send
 
 _FEWEST_PAGES = 64

@@ -15,7 +15,8 @@ import numpy as np
 
 from kvweave.cache import KvRequest
 from kvweave.errors import OutOfMemory, PoolFull, TransferFailed
-from kvweave.runner.kv.host_pool import Arrival, HostPool
+from kvweave.runner.kv.aside import Arrival
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.tables import Int32
 
 _STAYS = (PoolFull, OutOfMemory, TransferFailed)

@@ -7,7 +7,7 @@ group that is ranked at every step has none: its pages would travel in every ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
+from kvweave.runner.kv.aside import Arrival, Aside
 from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
@@ -30,59 +31,6 @@ Way = Literal["fetch", "spill"]
 
 _PAGES_AT_ONCE = 4096
 """Pages that are copied at once where the host does it."""
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """When a copy that the device makes beside its other work has come over.
-
-    `event` is behind it on the stream that makes it; None for a copy that has been made already.
-    Whoever waits is the current stream of `device`.
-    """
-
-    event: Any = None
-    device: torch.device | None = None
-
-    def is_there(self) -> bool:
-        """Whether it has. What the current stream does from then on finds it."""
-        if self.event is None:
-            return True
-        there = bool(self.event.query())
-        if there:
-            self.wait()
-        return there
-
-    def wait(self) -> None:
-        """Has the current stream do nothing more before it has; the host does not wait."""
-        if self.event is not None:
-            self.event.wait(torch.cuda.current_stream(self.device))
-
-
-class Aside:
-    """A stream of a GPU for copies that nothing waits for; elsewhere they are made at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        stream: Any = torch.cuda.Stream
-        self.stream: torch.cuda.Stream | None = stream(device) if device.type == "cuda" else None
-        self.abandoned = Arrival()
-
-    def do(self, work: Callable[[], None]) -> Arrival:
-        """Does something behind all that the current stream has been asked to do by now."""
-        if self.stream is None:
-            work()
-            return Arrival()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            work()
-            event: Any = torch.cuda.Event
-            made = self.stream.record_event(event(enable_timing=True))
-            return Arrival(made, self.stream.device)
-
-    def reads(self, *tensors: torch.Tensor) -> None:
-        """Says that what is done aside reads these, so that nobody is given their memory before."""
-        if self.stream is not None:
-            for tensor in tensors:
-                tensor.record_stream(self.stream)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from kvweave.cache import KvCache, KvRequest
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.clock import Clock
+from kvweave.runner.kv.aside import Arrival, Aside
 from kvweave.runner.kv.host_pages import blocks_of
-from kvweave.runner.kv.host_pool import Arrival, Aside, Way
+from kvweave.runner.kv.host_pool import Way
 from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
 from kvweave.runner.kv.tables import Int32

@@ -14,9 +14,9 @@ use crate::reach::Reach;
 use crate::tensor::TensorRef;
 
 /// `chosen` are the pages and how many were selected, `tables` the entries that they are of and
-/// where each table's begin; `results` are entries and offsets; `kept`
-/// what rows of requests selected last, written in place, whose each request's are, and whether they
-/// go on with that. `stream` is the handle of the stream to run on.
+/// where each table's begin; `results` are entries and offsets; `kept` is what rows of requests
+/// selected last, written in place, whose each request's are, and whether they go on with that.
+/// `stream` is the handle of the stream to run on.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
 #[pyo3(signature = (chosen, tables, reach, results, kept, stream))]
