@@ -87,7 +87,7 @@ class World:
         self.findable: set[int] = set()
         self.prompts: list[tuple[list[int], list[int]]] = []
         self.hits = 0
-        self.made = self.fetched = self.kept = self.ahead = 0
+        self.made = self.fetched = self.kept = 0
         # By request, layer and head: how many pages it had, and what was chosen of them.
         self.last: dict[tuple[str, int, int], tuple[int, list[int]]] = {}
 
@@ -169,14 +169,10 @@ class World:
 
     def step(self) -> None:
         """What a worker does: copies, tables, then the layers write and read."""
-        if self.random.random() < 0.2:
-            self.far.copy_ahead(lambda name: self.requests[name].pages)
         changes = self.far.take_changes()
-        self.ahead += len(changes.ahead)
         self.host.copy(changes)
         self.memory.apply(self.residency.pages.take_changes())
         self.host.apply(changes)
-        self.host.copy_ahead(changes)
         for request in self.requests.values():
             # Pages that the host has are not written any more.
             for number in range(self.far.at_home(request.request_id), len(request.pages)):
@@ -291,8 +287,7 @@ def test_whatever_is_chosen_is_what_was_written(classes, paced, seed: int, devic
                 world.end(world.requests[str(world.random.choice(list(world.requests)))])
         world.grow()
         world.step()
-    assert world.far.spilled - world.ahead > 10
-    assert world.ahead > 10
+    assert world.far.spilled > 10
     assert world.fetched > 100
     assert (world.kept > 100) is paced
     assert world.hits > 0
@@ -414,42 +409,3 @@ def test_a_prefix_that_nobody_holds_is_not_given_to_slots() -> None:
     residency.adopt("b", hit)
     residency.extend("b", list(range(1 + len(own) + 10, 5 + len(own) + 10)))
     residency.pages.check()
-
-
-def test_pages_are_copied_ahead_where_blocks_are_short() -> None:
-    """To give them up then takes no copy, and who ends has them back."""
-    layout: PageLayout = layout_of([[top_k(4)] * 2] * 2, P).with_bounds(Fraction(0), spills=True)
-    residency = Residency(layout, 80, 2)
-    total = residency.pages.stats()["total"]
-    few, home = total // 2, total // 4 + 16
-    far, pages = FarRequests(residency, home, 2), list(range(1, total))
-    request = Request("a", 4 * P, 4 * P + 3, pages=pages[:few])
-    residency.adopt("a", [])
-    residency.extend("a", request.pages)
-    far.know(request, request.pages)
-
-    def pages_of(name: str) -> list[int]:
-        return request.pages
-
-    far.copy_ahead(pages_of)
-    assert far.held == 0
-    residency.extend("a", pages[few:])
-    request.pages = pages
-    far.copy_ahead(pages_of)
-    # Full pages alone.
-    assert far.take_changes().ahead[:, 0].tolist() == pages[:4]
-    request.num_computed_tokens = P * len(pages)
-    far.copy_ahead(pages_of)
-    # A quarter of the host's memory is left to who has to give pages up.
-    most = home - home // 4
-    assert far.take_changes().ahead[:, 0].tolist() == pages[4:most]
-    assert (far.held, far.away, far.spilled) == (most, 0, most)
-    assert far.make_room(lambda: 1, pages_of, lambda page: False) == []
-    changes = far.take_changes()
-    assert changes.copies[:, 0].tolist() == pages[most:home]
-    assert changes.homes[:, 1].tolist() == list(range(home))
-    assert len(set(changes.homes[:, 2].tolist())) == home
-    assert (far.held, far.away, far.spilled) == (home, 1, home)
-    far.drop("a")
-    far.take_changes()
-    assert (far.held, far.away) == (0, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,12 +12,11 @@ from kvweave.adapters.vllm.virtual_pages.far_requests import NOBODY, FarChanges
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.ops import RowPages, Table
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
-from kvweave.runner.kv.aside import Arrival, Aside
 from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.tables import send
 
-_PROCESSORS, _PROCESSORS_BESIDE = 8, 2
-"""How much of a GPU copies pages to the host where nothing else runs, and beside a step."""
+_PROCESSORS = 8
+"""How much of a GPU copies pages to the host: nothing else runs meanwhile."""
 
 
 class _Home:
@@ -40,19 +37,6 @@ class _Home:
         return {}
 
 
-@dataclass(frozen=True)
-class _Copies:
-    """Moves i32 [M, 3], their count [1], and where blocks are `here`, by table, and at home."""
-
-    moves: torch.Tensor
-    count: torch.Tensor
-    here: dict[int, torch.Tensor]
-    home: torch.Tensor
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [self.moves, self.count, *self.here.values(), self.home]
-
-
 class FarMemory:
     """`blocks` of the host's memory, each of all pages that heads which choose have of a page.
 
@@ -70,7 +54,6 @@ class FarMemory:
     ) -> None:
         layout, device = memory.layout, memory.arena.device
         self.memory, self.nobody = memory, seats
-        self._aside, self._ahead = Aside(device), Arrival()
         self.block_pages = layout.bound_rows
         sizes = (blocks * self.block_pages, *memory.arena.shape[1:])
         self.host = HostArena(sizes, memory.arena.dtype, device)
@@ -103,40 +86,19 @@ class FarMemory:
 
     def copy(self, changes: FarChanges) -> None:
         """Copies pages to the host, while tables still say where these are."""
-        if len(changes.homes):
-            # Blocks at home and on the device are others' from now on.
-            self._ahead.wait()
-        if len(changes.copies):
-            self._carry(self._listed(changes.copies), _PROCESSORS)
-
-    def copy_ahead(self, changes: FarChanges) -> None:
-        """Copies pages that stay, beside the step."""
-        if len(changes.ahead):
-            listed = self._listed(changes.ahead)
-            self._ahead = self._aside.do(lambda: self._carry(listed, _PROCESSORS_BESIDE))
-            self._aside.reads(*listed.tensors())
-
-    def _listed(self, copies: npt.NDArray[np.int32]) -> _Copies:
-        """Pages and blocks at home as `move_pages` wants them, as tables are now."""
-        layout, count = self.memory.layout, len(copies)
-        pages, blocks = self._sent(copies.T)
+        if not len(changes.copies):
+            return
+        layout, count = self.memory.layout, len(changes.copies)
+        pages, blocks = self._sent(changes.copies.T)
         pairs = layout.block_pages * count
         numbers = torch.arange(pairs, dtype=torch.int32, device=pages.device)
         moves = torch.stack((numbers // count, numbers % count, numbers % count), 1)
-        at = {
-            table: self.memory.tables[table].index_select(0, pages.long())[None]
-            for table in self.rooms
-        }
         total = torch.full_like(numbers[:1], pairs)
-        return _Copies(moves, total, at, (blocks * self.block_pages)[None])
-
-    def _carry(self, copies: _Copies, processors: int) -> None:
-        ranks = self.memory.layout.block_pages
-        for table, here in copies.here.items():
-            slots = RowPages(self.memory.arena, here, ranks)
-            home = self.rooms[table].pool.at(copies.home, ranks)
-            moves = copies.moves, copies.count
-            ops.move_pages(*moves, slots, home, way="spill", processors=processors)
+        for table, room in self.rooms.items():
+            here = self.memory.tables[table].index_select(0, pages.long())[None]
+            slots = RowPages(self.memory.arena, here, layout.block_pages)
+            home = room.pool.at((blocks * self.block_pages)[None], layout.block_pages)
+            ops.move_pages(moves, total, slots, home, way="spill", processors=_PROCESSORS)
 
     def apply(self, changes: FarChanges) -> None:
         """Brings up to date whose pages lie where."""

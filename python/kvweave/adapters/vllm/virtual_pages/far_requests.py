@@ -24,10 +24,9 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class FarChanges:
-    """What changed for the workers, all i32; `copies` are made first, and `ahead` beside the step.
+    """What changed for the workers, all i32; `copies` are made first.
 
-    `copies` [N, 2]: virtual page, and the block of the host's memory that it is copied to, and
-    `ahead` [N, 2] of pages that go on lying on the device too. `begun`
+    `copies` [N, 2]: virtual page, and the block of the host's memory that it is copied to. `begun`
     [K]: seats that were taken, of which nothing is known. `homes` [N, 3]: seat, number of a page of
     its request, and the block at home. `counts` [K, 2]: seat, and how many pages lie at home.
     `newest` [N, 2]: virtual page, and the seat whose request writes it, or `NOBODY`.
@@ -38,22 +37,20 @@ class FarChanges:
     homes: _Rows
     counts: _Rows
     newest: _Rows
-    ahead: _Rows
 
 
 @dataclass
 class _Seated:
     """A request of vLLM with a seat: its blocks at home, by number of its pages, if any.
 
-    `ahead`: those behind them, of pages that lie on the device too. `prompt`: the tokens that it
-    had when it was given its first blocks. `newest`: pages that it wrote last.
+    `prompt`: the tokens that it had when it was given its first blocks. `newest`: pages that it
+    wrote last.
     """
 
     request: Any
     prompt: int
     seat: int
     homes: list[int] = field(default_factory=list)
-    ahead: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=list)
 
 
@@ -74,7 +71,6 @@ class FarRequests:
         self._leaving: list[int] = []
         self._of: dict[str, _Seated] = {}
         self._copies: dict[int, int] = {}
-        self._ahead: dict[int, int] = {}
         self._begun: set[int] = set()
         self._homes: dict[tuple[int, int], int] = {}
         self._counts: dict[int, int] = {}
@@ -133,19 +129,14 @@ class FarRequests:
         for gain, end, name in sorted((of for of in able if of[0] > 0), reverse=True):
             if gained >= wanted:
                 break
-            if self._uncopied(name, end) > blocks:
+            if end - self.at_home(name) > blocks:
                 # Those before it have left less at home.
                 gain, end = self._gain(name, pages_of(name), blocks)
             if gain > 0:
                 plan.append((name, end))
                 gained += gain
-                blocks -= self._uncopied(name, end)
+                blocks -= end - self.at_home(name)
         return plan if gained >= wanted else []
-
-    def _uncopied(self, name: str, end: int) -> int:
-        """How many of a request's first pages have no block at home."""
-        seated = self._of[name]
-        return max(end - len(seated.homes) - len(seated.ahead), 0)
 
     def _gain(self, name: str, pages: Sequence[int], blocks: int) -> tuple[int, int]:
         """Blocks that a request may free, and how many of its first pages lie at home then.
@@ -154,8 +145,7 @@ class FarRequests:
         """
         seated = self._of[name]
         begin, computed = len(seated.homes), seated.request.num_computed_tokens
-        there = begin + len(seated.ahead) + blocks
-        end = min(computed // self.residency.layout.page_tokens, there)
+        end = min(computed // self.residency.layout.page_tokens, begin + blocks)
         if computed < seated.prompt or end <= begin:
             return 0, begin
         return self.residency.gain(name, pages[:end], seated=begin > 0), end
@@ -167,34 +157,14 @@ class FarRequests:
         first = len(seated.homes)
         seat = None if first else seated.seat
         forgotten = self.residency.give_up(name, pages[:end], seat, findable)
-        copied = seated.ahead[: end - first]
-        del seated.ahead[: end - first]
-        for page in pages[first + len(copied) : end]:
-            copied.append(self._free.pop())
-            self._copies[copied[-1]] = int(page)
-            self.spilled += 1
-        for number, block in enumerate(copied, first):
+        for number, page in enumerate(pages[first:end], first):
+            block = self._free.pop()
+            seated.homes.append(block)
+            self._copies[block] = int(page)
             self._homes[seated.seat, number] = block
-        seated.homes += copied
         self._counts[seated.seat] = end
+        self.spilled += end - first
         return forgotten
-
-    def copy_ahead(self, pages_of: Callable[[str], Sequence[int]]) -> None:
-        """Has pages copied as they fill, where blocks are short: to give these up takes no time.
-
-        A quarter of the host's memory is left to those who have to give up pages at once.
-        """
-        blocks = self.residency.pages.stats()
-        if blocks["free"] * 2 > blocks["total"]:
-            return
-        for name, seated in self._of.items():
-            first = len(seated.homes) + len(seated.ahead)
-            full = seated.request.num_computed_tokens // self.residency.layout.page_tokens
-            end = min(full, first + len(self._free) - self.blocks // 4)
-            for page in pages_of(name)[first:end] if first < end else ():
-                seated.ahead.append(self._free.pop())
-                self._ahead[seated.ahead[-1]] = int(page)
-                self.spilled += 1
 
     def writes(self, name: str, pages: Sequence[int]) -> None:
         """Takes note of pages that a request was given: by the last one it is recognised."""
@@ -211,9 +181,7 @@ class FarRequests:
         if seated.homes:
             self.residency.leave_seat(seated.seat)
             self._counts[seated.seat] = 0
-        self._leaving += seated.homes + seated.ahead
-        for block in seated.ahead:
-            self._ahead.pop(block, None)
+        self._leaving += seated.homes
         self._seats.append(seated.seat)
         self._begun.discard(seated.seat)
         self._newest.update(dict.fromkeys(seated.newest, NOBODY))
@@ -226,12 +194,10 @@ class FarRequests:
             _rows([(*at, block) for at, block in self._homes.items()], 3),
             _rows(list(self._counts.items()), 2),
             _rows(list(self._newest.items()), 2),
-            _rows([(page, block) for block, page in self._ahead.items()], 2),
         )
         self._free += self._leaving
         self._leaving = []
-        told = self._copies, self._ahead, self._begun, self._homes, self._counts, self._newest
-        for changes in told:
+        for changes in (self._copies, self._begun, self._homes, self._counts, self._newest):
             changes.clear()
         return made
 

@@ -37,8 +37,6 @@ class PageSchedulerConnector(PoolReporter):
         assert self.manager is not None, "the scheduler binds its cache manager first"
         self.count_stalls(scheduler_output)
         far, pages = self.manager.far, self.manager.residency.pages
-        if far is not None:
-            far.copy_ahead(self.manager.pages_of)
         return PageChanges(pages.take_changes(), None if far is None else far.take_changes())
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -40,4 +40,3 @@ class PageWorkerConnector(IdleConnector):
         self.memory.apply(connector_metadata.rows)
         if self.far is not None and changes is not None:
             self.far.apply(changes)
-            self.far.copy_ahead(changes)
