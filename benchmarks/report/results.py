@@ -51,7 +51,7 @@ TITLES = {
     "vllm_load": "The same with many requests at once",
     "vllm_mapped": "vLLM 0.33: requests that fit beside segments and a head map, 8B shape, bf16",
     "vllm_mapped_ranks": "The same over two GPUs",
-    "vllm_far": "vLLM 0.33: 8 GiB of KV and pages in the host's memory, 8B shape, bf16",
+    "vllm_far": "vLLM 0.33: 16 GiB of KV and pages in the host's memory, 8B shape, bf16",
     "vllm_segments": "vLLM 0.33: first tokens behind documents seen before, 8B shape, bf16",
     "vllm_segments_ranks": "The same over two GPUs",
     "vllm_restart": "vLLM 0.33 started again: first answers about documents on disk, 8B shape",
@@ -107,7 +107,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "vllm_mapped_ranks": (f"{VLLM} --jobs capacity --engines mapped stock --ranks 2",),
     "vllm_far": (
         f"{VLLM} --jobs throughput --engines stock far --task "
-        '\'{"memory": 8589934592, "requests": 24, "chunk": 8192, "answer": [50, 1500]}\'',
+        '\'{"memory": 17179869184, "requests": 48, "chunk": 8192, "answer": [50, 1500]}\'',
     ),
     "vllm_top_k": (
         f"{VLLM} --jobs decode --engines stock top_k"
