@@ -15,8 +15,9 @@
 // 2. a warp has neighbouring numbers, so ballots tell the n-th missing page and the n-th slot that
 //    is left: what is written is in order, and the same at every run;
 // 3. all moves stand one behind the other though nobody waits for the host: a thread block says
-//    how many it has and then adds up what those before it said. All of them are there at once,
-//    so that takes two readings of the L2 cache and no second launch.
+//    how many it has, writes what does not depend on the others, and then adds up what those
+//    before it said. All of them are there at once, so there is no second launch;
+// 4. a row asks for its pages and its first slots together: neither waits for the other.
 //
 // What selections and slots say is not checked on the host. A row whose pages do not ascend or lie
 // outside, that holds a page twice, or that has no room for what it selects, is left as it is.

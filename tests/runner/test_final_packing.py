@@ -234,6 +234,37 @@ def test_a_worker_that_dies_leaves_the_first_packing(
     assert again.basis == "own"
 
 
+def test_decoding_goes_on_over_the_first_packing_of_a_worker_that_dies(
+    model: Any, monkeypatch: Any
+) -> None:
+    """Between two of its steps: not a bit of what they say is otherwise."""
+    docs = documents([LONG])
+    prompt = [fresh(70, 1), docs[0], fresh(5, 2)]
+    asked = {"reserve_tokens": 12, "remember": False, "watched": False}
+
+    def fails(*_given: Any) -> None:
+        raise RuntimeError("no memory for eigenvectors")
+
+    said = []
+    for dies in (False, True):
+        runner = runner_of(model)
+        with held_back(monkeypatch) as go, monkeypatch.context() as patched:
+            if dies:
+                patched.setattr(final_packing, "Made", fails)
+            report = runner.encode(docs[0].tokens, "long").packing
+            with runner.prefill(prompt, "naive", **asked) as done:
+                sequence = decoding(runner, done, 12)
+                logits = steps_of(runner, sequence, 5)
+                if dies:
+                    go.set()
+                    runner.flush()
+                    assert report.why.startswith("failed: ")
+                said.append([*logits, *steps_of(runner, sequence, 5)])
+            go.set()
+            runner.flush()
+    assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
+
+
 def test_pages_stay_until_a_document_is_packed_finally(model: Any, monkeypatch: Any) -> None:
     """Whatever becomes of it meanwhile: no other text's pages are written."""
     runner = runner_of(model, max_tokens=2048, frozen_share=0.9)

@@ -13,6 +13,7 @@ import torch
 
 from families import random_tokens, tiny
 from kvweave import InvalidArgument, PoolFull, Runner, Store, StoreDegraded
+from kvweave.runner.tiers import packed_form
 from kvweave.runner.tiers.choice import Speeds
 from packed_decoding import nothing_is_held, packed_runner
 from page_meaning import random_packing
@@ -135,6 +136,23 @@ def test_other_formats_models_and_namespaces_find_nothing(model: Any, tmp_path: 
     same = tiered(model, "half-int4", store=tmp_path)
     assert logits_of(same, SHORT)[1] == ["computed"]
     assert logits_of(same, SHORT, namespace="mine")[1] == ["disk"]
+
+
+def test_shards_of_another_layout_find_nothing(
+    model: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A release that lays parts out in another way computes; what the former wrote stays sound."""
+    first = tiered(model, "half-int4", store=tmp_path)
+    first.insert(SHORT, "short")
+    first.flush()
+    wanted, _ = logits_of(first, SHORT)
+    with monkeypatch.context() as patched:
+        patched.setattr(packed_form, "VERSION", packed_form.VERSION + 1)
+        later = tiered(model, "half-int4", store=tmp_path)
+        assert logits_of(later, SHORT)[1] == ["computed"]
+    got, found = logits_of(tiered(model, "half-int4", store=tmp_path), SHORT)
+    assert found == ["disk"]
+    assert torch.equal(got, wanted)
 
 
 def test_shards_that_were_spoiled_are_refused(model: Any, tmp_path: Path) -> None:

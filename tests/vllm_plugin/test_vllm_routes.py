@@ -25,6 +25,21 @@ def test_a_policy_without_marks_is_warned_of() -> None:
     body = chat(part(), kvweave={"policy": "naive"})
     assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
     assert b"no effect" in server.headers[b"kvweave-warning"]
+    # By arguments too, whatever the route; of those that mark something nothing is said.
+    for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
+        for said, idle in (({"policy": "naive"}, True), ({"discover": True}, False)):
+            server = Server()
+            body = {"prompt": "p", "input": "p", "vllm_xargs": {"kvweave": json.dumps(said)}}
+            assert server.ask("POST", path, body)[0] == 200
+            assert (b"kvweave-warning" in server.headers) is idle
+
+
+def test_completions_have_no_messages_to_mark() -> None:
+    server = Server()
+    status, said = server.ask("POST", "/v1/completions", {"prompt": "p", "kvweave": {}})
+    assert status == 400
+    assert "kvweave: expected vllm_xargs.kvweave for prompts" in said["error"]["message"]
+    assert server.asked == []
 
 
 def test_layers_that_the_model_has_not_are_refused() -> None:

@@ -55,6 +55,12 @@ def test_the_line_names_what_is_active(map_file: Path) -> None:
     assert "segments in 1.50 GiB of each worker, up to 25 % for knowledge bases" in line
     assert "policy foresight" in line
     assert line.endswith("connector KvweaveSegments")
+    kept = {**section, "store": "/documents"}
+    assert "; documents of workers kept in /documents" in active_line(
+        config(section=kept), "0.33.0", {}
+    )
+    bound = active_line(config(section={**kept, "store_bytes": 1 << 29}), "0.33.0", {})
+    assert bound.endswith("documents of workers kept in /documents, 0.50 GiB each")
     line = active_line(config(), "0.33.0", {"KVWEAVE_VIRTUAL_PAGES": "1"})
     assert line.endswith("virtual pages")
     assert "\n" not in line

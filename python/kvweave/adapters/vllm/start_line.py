@@ -71,6 +71,9 @@ def _features(config: Any, options: Options) -> Iterator[str]:
             f"segments{packed} in {size:.2f} GiB of each worker, up to {share} % for "
             "knowledge bases; policy foresight where a request names none"
         )
+    if options.store is not None:
+        bound = "" if options.store_bytes is None else f", {options.store_bytes / GIB:.2f} GiB each"
+        yield f"documents of workers kept in {options.store}{bound}"
 
 
 def _kinds(config: Any, options: Options) -> str:

@@ -9,26 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 from kvweave.adapters.vllm import versions
-from kvweave.adapters.vllm.segments.markers import Markers, markers_of
+from kvweave.adapters.vllm.segments.markers import SECTION, Markers, markers_of
 from kvweave.adapters.vllm.server.chat_apis import ChatApi
 from kvweave.adapters.vllm.server.marks import XARGS
 from kvweave.adapters.vllm.server.prompts import prompt_of
 from kvweave.adapters.vllm.server.renderings import completion_prompts
+from kvweave.adapters.vllm.server.replies import BadRequest
 
 COMPLETIONS = "/v1/completions"
 
 
-async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any]) -> None:
+async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any]) -> Markers | None:
     """Refuses arguments that the engine would pass over; `api` None: a request of completions.
+
+    Returns what they say, if there are any.
 
     Errors: `InvalidArgument` naming the field.
     """
+    if api is None and SECTION in body:
+        # Nobody would read it: there are no messages that it could be about.
+        raise BadRequest(SECTION, f"{XARGS}.{SECTION} for prompts of completions", body[SECTION])
     markers = markers_of(body.get(XARGS))
     if markers is None:
-        return
+        return None
     check_model(state, markers)
     if not markers.segments:
-        return
+        return markers
     if api is None:
         prompts = await _of_completion(state, body)
     else:
@@ -36,6 +42,7 @@ async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any])
     for prompt in prompts:
         if prompt is not None and prompt.get("prompt_token_ids") is not None:
             markers.check_within(len(prompt["prompt_token_ids"]))
+    return markers
 
 
 def check_model(state: Any, markers: Markers) -> None:

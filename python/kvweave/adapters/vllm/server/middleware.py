@@ -65,7 +65,7 @@ class SegmentMiddleware:
         except KvweaveError as error:
             await replies.send_json(send, *replies.refusal(error))
             return
-        told = outcomes.Told(send, warning) if asks else send
+        told = outcomes.Told(send, warning) if asks or warning is not None else send
         await self.app(_sized(scope, len(data)), _again(data, receive), told)
 
 
@@ -88,16 +88,22 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
     marked = None if api is None else marks.read(given, api)
     if marked is None or not marked.asks:
         body = given if marked is None else marked.body
-        await check_arguments(state, api, body)
-        return (json.dumps(body).encode() if body != given else data), False, None
+        markers = await check_arguments(state, api, body)
+        idle = markers is not None and not (markers.segments or markers.discover)
+        return (json.dumps(body).encode() if body != given else data), False, _warned(idle)
     check_model(state, parse(marked.section([])))
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
     asked = marked.body if spans is None else marked.arguments(spans, carrier(marked.api))
-    warning = IDLE if marked.is_idle else None
-    if warning is not None:
-        _log.warning("%s", warning)
-    return json.dumps(asked).encode(), spans is not None, warning
+    return json.dumps(asked).encode(), spans is not None, _warned(marked.is_idle)
+
+
+def _warned(is_idle: bool) -> str | None:
+    """What is said, here and in the log, of a request whose section has no effect."""
+    if not is_idle:
+        return None
+    _log.warning("%s", IDLE)
+    return IDLE
 
 
 def _path(scope: Scope) -> str:
