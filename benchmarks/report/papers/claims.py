@@ -114,14 +114,19 @@ def packed(way: str) -> Figure:
     return found
 
 
-def chosen(pages: int, unstable: str) -> Figure:
-    """KL of decode steps that read so many pages on SmolLM2-135M, in nats a token."""
+def chosen(pages: int, unstable: str, every: int | None = 16) -> Figure:
+    """KL of decode steps that read so many pages on SmolLM2-135M, in nats a token.
+
+    Ranked by min-max so many steps apart, None: once; what is not read is left out.
+    """
+    wanted = (pages, unstable, every, "min-max", False)
 
     def found(_: Runs) -> Measured:
         path = RECORDS / "page_budgets" / "smollm2-1024.json"
         document = json.loads(path.read_text())
+        named = ("pages", "unstable", "every", "score", "estimate")
         (budget,) = [
-            one for one in document["rows"] if (one["pages"], one["unstable"]) == (pages, unstable)
+            one for one in document["rows"] if tuple(one[name] for name in named) == wanted
         ]
         return Measured(figure(budget["kl"]), _on(document), path)
 

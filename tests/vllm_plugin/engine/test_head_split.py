@@ -20,6 +20,7 @@ from vllm_engines import OURS, STOCK, Answer, answers, engine, metric, prompt, s
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+FAMILIES |= {"qwen3-moe": "Qwen3Moe"}
 
 
 def written(

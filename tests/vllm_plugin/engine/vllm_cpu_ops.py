@@ -138,11 +138,41 @@ def linear(
     out.copy_(functional.linear(x.float(), weight.float(), bias))
 
 
+def as_it_is(weight: torch.Tensor, out: torch.Tensor, isa: str) -> None:
+    """Weights of experts are read as a checkpoint has them."""
+    out.copy_(weight)
+
+
+def experts(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    unweighted: bool,
+    act: str,
+    isa: str,
+) -> None:
+    """Of each row the experts that it chose, by their weights; x [N, D], chosen [N, K]."""
+    assert (act, unweighted, gate_up_bias, down_bias) == ("silu", False, None, None)
+    out.zero_()
+    for row, place in torch.ones_like(chosen).nonzero().tolist():
+        expert = int(chosen[row, place])
+        gate, up = (gate_up[expert] @ x[row]).chunk(2)
+        out[row] += weights[row, place] * (down[expert] @ (functional.silu(gate) * up))
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "init_cpu_memory_env(int[] nodes) -> ()": lambda nodes: None,
     "convert_weight_packed(Tensor weight) -> Tensor": torch.clone,
     "weight_packed_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, bool packed)"
     " -> ()": linear,
+    "prepack_moe_weight(Tensor weight, Tensor(a!) out, str isa) -> ()": as_it_is,
+    "cpu_fused_moe(Tensor(a!) out, Tensor x, Tensor gate_up, Tensor down, Tensor? a, Tensor? b,"
+    " Tensor weights, Tensor chosen, bool unweighted, str act, str isa) -> ()": experts,
     "greedy_argmax(Tensor x) -> Tensor": lambda x: x.argmax(-1),
     "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": sampled,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(functional.silu),

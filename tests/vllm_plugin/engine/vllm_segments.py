@@ -25,7 +25,7 @@ from vllm_engines import STOCK, Answer, answer, answers, engine, prompt, samplin
 
 ARENA = 1 << 24
 FAMILIES = {"llama": "Llama", "llama3-rope": "Llama", "llama-yarn": "Llama", "qwen2": "Qwen2"}
-FAMILIES |= {"qwen3": "Qwen3", "mistral": "Mistral"}
+FAMILIES |= {"qwen3": "Qwen3", "qwen3-moe": "Qwen3Moe", "mistral": "Mistral"}
 SIZES: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.15}
 Tokens = list[int]
 

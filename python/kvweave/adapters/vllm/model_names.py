@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
 MODELS = tuple(f"Kvweave{family}ForCausalLM" for family in FAMILIES)

@@ -16,6 +16,7 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
 from kvweave.adapters.vllm.composition import (
     FOLDER,
@@ -153,3 +154,7 @@ class KvweaveQwen2ForCausalLM(_KvweaveModel, Qwen2ForCausalLM):
 
 class KvweaveQwen3ForCausalLM(_KvweaveModel, Qwen3ForCausalLM):
     """Qwen3 with split heads, or reusing segments."""
+
+
+class KvweaveQwen3MoeForCausalLM(_KvweaveModel, Qwen3MoeForCausalLM):
+    """Qwen3 with experts, with split heads, or reusing segments."""
