@@ -35,6 +35,17 @@ class Recycled:
     count: torch.Tensor
     refused: torch.Tensor
 
+    @staticmethod
+    def room(rows: int, most: int, width: int, device: torch.device) -> Recycled:
+        """Room for what R rows of S = `width` slots say of K = `most` pages."""
+        shapes = (rows, most), (rows * min(most, width), 3), (1,), (rows,)
+        return Recycled(*(torch.empty(of, dtype=torch.int32, device=device) for of in shapes))
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All of them, in the order that kernels are told of them."""
+        return self.places, self.moves, self.count, self.refused
+
 
 @needs_memory("recycle_pages")
 def recycle_pages(
@@ -73,14 +84,8 @@ def recycle_pages(
         pinned = pinned.view(torch.uint8) if pinned.dtype == torch.bool else pinned
     rows, width = slots.shape if slots.ndim == 2 else (0, 0)
     most = _columns("pages", pages)
-    results = Recycled(
-        places=slots.new_empty((rows, most), dtype=torch.int32),
-        moves=slots.new_empty((rows * min(most, width), 3), dtype=torch.int32),
-        count=slots.new_empty(1, dtype=torch.int32),
-        refused=slots.new_empty(rows, dtype=torch.int32),
-    )
-    room = (slots, pinned)
-    written = (results.places, results.moves, results.count, results.refused)
+    results = Recycled.room(rows, most, width, slots.device)
+    room, written = (slots, pinned), results.parts
     if device is None:
         # Nobody is to find there what memory held before.
         results.moves.fill_(-1)

@@ -75,18 +75,14 @@ def recycle_seats(
     if device is None:
         return _in_turns(pages, entries, seats, rows, limit, by_seat, backend)
     count, most, width = len(rows.of) * len(rows.heads), pages.shape[2], seats.held.shape[2]
-    results = Recycled(
-        places=pages.new_empty((count, most)),
-        moves=pages.new_empty((count * min(most, width), 3)),
-        count=pages.new_empty(1),
-        refused=pages.new_empty(count),
-    )
-    written = (results.places, results.moves, results.count, results.refused)
+    results = Recycled.room(count, most, width, device)
     chosen, of_seats = (pages, by_seat, entries), (seats.held, seats.blocks, seats.away)
     of_rows, stream = (rows.of, rows.heads, rows.rank, limit), stream_of(device)
     launch(
         workspace or Workspace(device),
-        lambda space: _native.recycle_seats_cuda(chosen, of_seats, of_rows, written, space, stream),
+        lambda space: _native.recycle_seats_cuda(
+            chosen, of_seats, of_rows, results.parts, space, stream
+        ),
     )
     return results
 

@@ -55,7 +55,12 @@ class Markers:
     @property
     def approximates(self) -> bool:
         """Whether some KV of the request may have been computed in another context."""
-        return not is_exact(self.recovery()) and (self.discover or bool(self.segments))
+        return not is_exact(self.recovery()) and not self.is_idle
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to act on: no segment, and nothing is to be discovered."""
+        return not (self.segments or self.discover)
 
     def exact_tokens(self, length: int) -> int:
         """Leading tokens whose KV is that of a full prefill, whatever the store holds."""

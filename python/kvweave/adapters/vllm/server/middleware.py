@@ -89,7 +89,7 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
     if marked is None or not marked.asks:
         body = given if marked is None else marked.body
         markers = await check_arguments(state, api, body)
-        idle = markers is not None and not (markers.segments or markers.discover)
+        idle = markers is not None and markers.is_idle
         return (json.dumps(body).encode() if body != given else data), False, _warned(idle)
     check_model(state, parse(marked.section([])))
     spans = await prompts.segments(state, marked)

@@ -54,18 +54,31 @@ pub fn recycle_pages_cuda(
         let on_host = (pages.wide_on_host("pages", most)?, selected.list_on_host("selected")?);
         Ok((launch, on_host))
     };
-    let ((place, mut launch), on_host) = raised(py, checks())?;
-    let (backend, plan) = call_core(py, || {
+    let ((place, launch), on_host) = raised(py, checks())?;
+    call_core(py, || {
         RecyclePages::most_moves(launch.rows, launch.most, launch.width, launch.limit)?;
         if let (Some(pages), Some(selected)) = on_host {
             RecyclePages::check_selection((pages, launch.most), selected, launch.limit)?;
         }
+        Ok::<_, Failure>(())
+    })?;
+    launched(py, &place, launch, space.as_ref())
+}
+
+/// Puts a call on its stream, if `space` is enough for it; else returns what it needs.
+pub fn launched(
+    py: Python<'_>,
+    place: &Place,
+    mut launch: RecyclePagesLaunch,
+    space: Option<&Space<'_>>,
+) -> PyResult<Option<Needs>> {
+    let (backend, plan) = call_core(py, || {
         let backend = backend(place.ordinal)?;
         let plan = backend.plan_recycle(&launch)?;
         Ok::<_, Failure>((backend, plan))
     })?;
     let needs = (0, plan.counters());
-    let Some((_, counters)) = raised(py, room_of(space.as_ref(), &place, needs))? else {
+    let Some((_, counters)) = raised(py, room_of(space, place, needs))? else {
         return Ok(Some(needs));
     };
     launch.counters = counters;

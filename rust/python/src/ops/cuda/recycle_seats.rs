@@ -4,12 +4,12 @@ use kvweave_cuda::{DeviceTensor, RecyclePagesLaunch, SeatedRows};
 use pyo3::prelude::*;
 
 use super::arguments::{Place, extent_of};
-use super::device::backend;
-use super::workspace::{Needs, Space, Workspace, room as room_of};
+use super::recycle_pages::launched;
+use super::workspace::{Needs, Space, Workspace};
 use crate::arguments::{count, raised};
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
-use crate::failure::{Failure, call_core};
+use crate::failure::Failure;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
@@ -55,23 +55,8 @@ pub fn recycle_seats_cuda(
     };
     let space = workspace.map(Space::of).transpose()?;
     let checks = || tensors.launch(count("rank", rows.2)?, count("limit", rows.3)?, stream);
-    let (place, mut launch) = raised(py, checks())?;
-    let (backend, plan) = call_core(py, || {
-        let backend = backend(place.ordinal)?;
-        let plan = backend.plan_recycle(&launch)?;
-        Ok::<_, Failure>((backend, plan))
-    })?;
-    let needs = (0, plan.counters());
-    let Some((_, counters)) = raised(py, room_of(space.as_ref(), &place, needs))? else {
-        return Ok(Some(needs));
-    };
-    launch.counters = counters;
-    call_core(py, || {
-        // SAFETY: every tensor was read from a live owner on this device, which torch keeps until
-        // the stream has passed. That counters are 0 and no other call's is the caller's promise.
-        unsafe { backend.recycle_pages(&launch, &plan) }.map_err(Failure::from)
-    })?;
-    Ok(None)
+    let (place, launch) = raised(py, checks())?;
+    launched(py, &place, launch, space.as_ref())
 }
 
 /// What lies on the device, as the op has it.
