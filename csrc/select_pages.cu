@@ -6,12 +6,15 @@
 //
 // What makes it a few microseconds:
 // 1. a row is a thread block's, and up to 16 scores lie in a thread's registers: scores are read
-//    once. They are asked for before the row's own count is known, so that the two reads overlap;
+//    once. They are asked for before the row's own count is known, so that the two reads overlap.
+//    A thread block has 256 threads for short rows and 1024 for the longest ones;
 // 2. scores become whole numbers that order as they do, of which the least comes first. Where the
 //    last one that is selected lies is found eleven bits at a time: a histogram in shared memory of
 //    those that can still be it, and a sum over its bins. A pass that settles it is the last one;
-// 3. a warp has neighbouring pages, so ballots count what is selected before each of them: results
-//    come out in ascending order, and of equal scores the first ones are known without sorting.
+// 3. a warp has neighbouring pages, and ballots make of 32 of them one word of a lane. What is
+//    selected before a word is counted by its bits: results come out in ascending order, and of
+//    equal scores the first ones are known without sorting. A lane lists the pages of its word
+//    where they are few, else the warp does, word by word.
 //
 // Which scores are equal and which are NaN is decided on all 32 bits: no candidate is dropped, and
 // a row's answer depends on that row alone. Rows too long for registers are read in each pass.
@@ -25,23 +28,24 @@
 
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+constexpr int kMostWarps = 32;
 constexpr uint32_t kAll = ~0u;
 constexpr uint32_t kNone = ~0u;  // the key of no score: that of −∞ is less
 constexpr int kPasses = 3;
 constexpr int kBits = 11;  // of a pass; the last one has 10
+constexpr int kFew = 6;    // pages of a word that its lane lists alone
 
 // A number that is less where a score comes first: NaN, then the higher one; 0 and −0 are equal.
 __device__ __forceinline__ uint32_t key_of(float score) {
-  if (isnan(score)) return 0;
   const uint32_t bits = __float_as_uint(score + 0.0f);
-  return bits >> 31 != 0 ? bits : ~(bits | 0x80000000u);
+  // All bits but the sign are turned where that is 0.
+  const uint32_t key = bits ^ (0x7fffffffu & ~static_cast<uint32_t>(int32_t(bits) >> 31));
+  return isnan(score) ? 0 : key;
 }
 
 struct Shared {
   alignas(16) uint32_t bins[kPasses][1 << kBits];
-  uint32_t of_warp[kWarps];
+  uint32_t of_warp[kMostWarps];
   uint32_t bin, before, within;  // what the last pass found
 };
 
@@ -49,6 +53,18 @@ struct Shared {
 struct Sums {
   uint32_t before, all;
 };
+
+// The bits of those of 32 pages from `base` on that lie in [from, to).
+__device__ __forceinline__ uint32_t pages_between(uint32_t base, uint32_t from, uint32_t to) {
+  const uint32_t low = min(max(from, base) - base, 32u), high = min(max(to, base) - base, 32u);
+  return low < high ? (kAll >> (32 - (high - low))) << low : 0;
+}
+
+// The first `number` of the bits that are set.
+__device__ __forceinline__ uint32_t first_bits(uint32_t bits, uint32_t number) {
+  for (uint32_t set = __popc(bits); set > number; --set) bits &= ~(0x80000000u >> __clz(bits));
+  return bits;
+}
 
 // The sum over the lanes up to this one.
 __device__ __forceinline__ uint32_t sum_up_to(uint32_t part) {
@@ -62,7 +78,8 @@ __device__ __forceinline__ uint32_t sum_up_to(uint32_t part) {
 }
 
 // Nobody may still be reading `of_warp`; whoever writes to it again waits for a barrier first.
-__device__ __forceinline__ Sums sums_of_warps(uint32_t of_own, uint32_t (&of_warp)[kWarps]) {
+template <int kWarps>
+__device__ __forceinline__ Sums sums_of_warps(uint32_t of_own, uint32_t (&of_warp)[kMostWarps]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane == 0) of_warp[warp] = of_own;
   __syncthreads();
@@ -72,7 +89,7 @@ __device__ __forceinline__ Sums sums_of_warps(uint32_t of_own, uint32_t (&of_war
 }
 
 // In which of the bins the `wanted`-th is, counted from 1; there are as many.
-template <int kBins>
+template <int kThreads, int kBins>
 __device__ __forceinline__ void find_bin(Shared& sh, const uint32_t (&bins)[1 << kBits],
                                          uint32_t wanted) {
   constexpr int kOwn = kBins / kThreads;
@@ -85,7 +102,7 @@ __device__ __forceinline__ void find_bin(Shared& sh, const uint32_t (&bins)[1 <<
   for (int i = 0; i < kOwn; ++i) sum += own.at[i];
   const uint32_t up_to = sum_up_to(sum);
   const uint32_t of_own = __shfl_sync(kAll, up_to, 31);
-  uint32_t before = sums_of_warps(of_own, sh.of_warp).before + up_to - sum;
+  uint32_t before = sums_of_warps<kThreads / 32>(of_own, sh.of_warp).before + up_to - sum;
   if (before < wanted && wanted <= before + sum) {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -100,8 +117,8 @@ __device__ __forceinline__ void find_bin(Shared& sh, const uint32_t (&bins)[1 <<
   __syncthreads();
 }
 
-// One row: `kOwn` scores of each thread at a time.
-template <int kOwn>
+// One row: `kOwn` scores of each of `kThreads` threads at a time.
+template <int kThreads, int kOwn>
 class Row {
   const SelectPagesParams& p;
   Shared& sh;
@@ -132,6 +149,9 @@ class Row {
       read[i] = page < p.width ? __ldg(scores + page) : 0.0f;
     }
     const int listed = p.counts[blockIdx.x], budget = max(p.budgets[blockIdx.x], 0);
+    auto* bins = reinterpret_cast<uint4*>(sh.bins);
+#pragma unroll
+    for (int i = threadIdx.x; i < (kPasses << kBits) / 4; i += kThreads) bins[i] = uint4{};
     count = min(static_cast<uint32_t>(max(listed, 0)), p.width);
     first = min(p.sink, count);
     last = max(count - min(p.recent, count), first);
@@ -141,13 +161,16 @@ class Row {
       write_first(count);
       return;
     }
-    auto* bins = reinterpret_cast<uint4*>(sh.bins);
-    for (int i = threadIdx.x; i < (kPasses << kBits) / 4; i += kThreads) bins[i] = uint4{};
+    if (page_of(0, 0) - lane >= first && page_of(0, kOwn) - lane <= last) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) keys[i] = key_at(page_of(0, i), read[i]);
+      for (int i = 0; i < kOwn; ++i) keys[i] = key_of(read[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) keys[i] = key_at(page_of(0, i), read[i]);
+    }
     __syncthreads();
-    // Keys whose bits from `shift` on are less than `bound` are selected, and of those with the
-    // same bits the first `equal`.
+    // Keys whose bits from `shift` on are less than `bound` are selected, and of those with these
+    // bits the first `equal`.
     uint32_t bound = 0, equal = 0;
     int shift = 0;
     if (room > 0) search(room, bound, shift, equal);
@@ -172,6 +195,7 @@ class Row {
   }
 
   // Counts the keys whose bits from `above` on are `bound`, by the bits from `shift` on below.
+  // Those of no score are the greatest of all: the first pass may count them.
   __device__ __forceinline__ void count_keys(uint32_t (&bins)[1 << kBits], uint32_t bound,
                                              int above, int shift) {
     const uint32_t mask = (1u << (above - shift)) - 1;
@@ -180,7 +204,7 @@ class Row {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
         const bool counts = above == 32 || keys[i] >> (above % 32) == bound;
-        if (counts && keys[i] != kNone) atomicAdd(&bins[keys[i] >> shift & mask], 1u);
+        if (counts) atomicAdd(&bins[keys[i] >> shift & mask], 1u);
       }
     }
     __syncthreads();
@@ -195,14 +219,18 @@ class Row {
       shift = kShift[pass];
       count_keys(sh.bins[pass], bound, kAbove[pass], shift);
       if (pass + 1 < kPasses) {
-        find_bin<1 << kBits>(sh, sh.bins[pass], equal);
+        find_bin<kThreads, 1 << kBits>(sh, sh.bins[pass], equal);
       } else {
-        find_bin<1 << (kBits - 1)>(sh, sh.bins[pass], equal);
+        find_bin<kThreads, 1 << (kBits - 1)>(sh, sh.bins[pass], equal);
       }
       bound = bound << (kAbove[pass] - shift) | sh.bin;
       equal -= sh.before;
       // All of a bin: what tells them apart does not matter.
-      if (equal == sh.within) return;
+      if (equal == sh.within) {
+        ++bound;
+        equal = 0;
+        return;
+      }
     }
   }
 
@@ -215,45 +243,58 @@ class Row {
     if (threadIdx.x == 0) p.selected[blockIdx.x] = static_cast<int32_t>(selected);
   }
 
+  // Lists from `at` on the pages from `base` on of which a lane's word has the bits.
+  __device__ __forceinline__ void list(uint32_t bits, uint32_t base, uint32_t at) const {
+    if (__any_sync(kAll, __popc(bits) > kFew)) {
+      const uint32_t first_base = base - lane * 32;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const uint32_t word = __shfl_sync(kAll, bits, i), from = __shfl_sync(kAll, at, i);
+        const uint32_t own = from + __popc(word & ((1u << lane) - 1));
+        if ((word >> lane & 1) != 0 && own < p.most) {
+          pages[own] = static_cast<int32_t>(first_base + i * 32 + lane);
+        }
+      }
+      return;
+    }
+    for (; bits != 0; bits &= bits - 1, ++at) {
+      if (at < p.most) pages[at] = static_cast<int32_t>(base + __ffs(bits) - 1);
+    }
+  }
+
   // What is selected of a tile goes behind what is of those before: `sure` pages, and of those
   // with keys at the bound `tied`.
   __device__ __forceinline__ void write(uint32_t bound, int shift, uint32_t equal) {
     uint32_t sure = 0, tied = 0;
     for (uint32_t tile = 0; tile < tiles(); ++tile) {
       fetch(tile);
-      uint32_t is_sure = 0, is_tied = 0, own = 0;
+      // Lane i has the i-th 32 pages of the warp. No key of no score is below a bound or at it.
+      uint32_t better = 0, level = 0;
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const uint32_t page = page_of(tile, i), bits = keys[i] >> shift;
-        const bool always = page < first || (page >= last && page < count);
-        const bool scored = equal > 0 && keys[i] != kNone;
-        const bool better = always || (scored && bits < bound);
-        const bool level = scored && bits == bound;
-        is_sure |= static_cast<uint32_t>(better) << i;
-        is_tied |= static_cast<uint32_t>(level) << i;
-        own += __popc(__ballot_sync(kAll, better)) | __popc(__ballot_sync(kAll, level)) << 16;
+        const uint32_t below = __ballot_sync(kAll, keys[i] >> shift < bound);
+        if (lane == i) better = below;
       }
-      const Sums sums = sums_of_warps(own, sh.of_warp);
-      uint32_t sure_before = sure + (sums.before & 0xffff);
-      uint32_t tied_before = tied + (sums.before >> 16);
-      const uint32_t below = (1u << lane) - 1;
+      if (equal > 0) {
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const bool better = is_sure >> i & 1, level = is_tied >> i & 1;
-        const uint32_t all_better = __ballot_sync(kAll, better);
-        const uint32_t all_level = __ballot_sync(kAll, level);
-        const uint32_t rank = tied_before + __popc(all_level & below);
-        const uint32_t at = sure_before + __popc(all_better & below) + min(rank, equal);
-        if ((better || (level && rank < equal)) && at < p.most) {
-          pages[at] = static_cast<int32_t>(page_of(tile, i));
+        for (int i = 0; i < kOwn; ++i) {
+          const uint32_t at_bound = __ballot_sync(kAll, keys[i] >> shift == bound);
+          if (lane == i) level = at_bound;
         }
-        sure_before += __popc(all_better);
-        tied_before += __popc(all_level);
       }
+      const uint32_t base = page_of(tile, lane) - lane;
+      if (lane < kOwn) better |= pages_between(base, 0, first) | pages_between(base, last, count);
+      const uint32_t own = __popc(better) | __popc(level) << 16, up_to = sum_up_to(own);
+      const Sums sums = sums_of_warps<kThreads / 32>(__shfl_sync(kAll, up_to, 31), sh.of_warp);
+      const uint32_t before = sums.before + up_to - own;
+      const uint32_t tied_before = tied + (before >> 16);
+      const uint32_t room = equal - min(tied_before, equal);
+      list(better | first_bits(level, room), base,
+           sure + (before & 0xffff) + min(tied_before, equal));
       sure += sums.all & 0xffff;
       tied += sums.all >> 16;
       // The next tile writes its sums where these lie.
-      __syncthreads();
+      if (tile + 1 < tiles()) __syncthreads();
     }
     const uint32_t selected = min(sure + min(tied, equal), p.most);
     for (uint32_t i = selected + threadIdx.x; i < p.most; i += kThreads) pages[i] = -1;
@@ -264,13 +305,14 @@ class Row {
 }  // namespace
 
 // Named for the scores of a row that a thread block holds.
-#define KERNEL(HELD)                                                                   \
-  extern "C" __global__ void __launch_bounds__(kThreads, 2)                            \
+#define KERNEL(HELD, THREADS, BLOCKS)                                                  \
+  extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)                        \
       select_pages_##HELD(const __grid_constant__ SelectPagesParams params) {          \
     __shared__ Shared shared;                                                          \
-    Row<HELD / kThreads>(params, shared).run();                                        \
+    Row<THREADS, (HELD) / (THREADS)>(params, shared).run();                            \
   }
 
-KERNEL(2048)
-KERNEL(4096)
-KERNEL(8192)
+KERNEL(2048, 256, 4)
+KERNEL(4096, 512, 2)
+KERNEL(8192, 512, 2)
+KERNEL(16384, 1024, 1)

@@ -6,6 +6,8 @@ Vectors are f32 [2, N, T, D]: keys and values of N pages of a block and T tokens
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
+from math import ceil
 from typing import Literal
 
 import torch
@@ -15,9 +17,10 @@ from benchmarks.quality.packed_arithmetic import PAGE
 from benchmarks.quality.packed_bases import Moments, in_planes, rotated
 from kvweave import ops
 
-Kind = Literal["exact", "bf16", "fp8", "codes", "turned codes", "top-r", "planes", "mask"]
-Basis = Literal["none", "identity", "hadamard", "own", "own, not centred", "calibrated",
-                "calibrated, unweighted"]  # fmt: skip
+Kind = Literal["exact", "bf16", "fp8", "codes", "turned codes", "top-r", "planes", "mask",
+               "by loss"]  # fmt: skip
+Basis = Literal["none", "identity", "largest channels", "hadamard", "own", "own, not centred",
+                "calibrated", "calibrated, unweighted"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,10 @@ class Way:
     kept: float = 1.0
     group: int = 1
     numbers: str = "bf16"
+    channels: float = 1.0
+    """The share of a basis's directions, the first ones, that have numbers at all."""
+    bound: float = 0.0
+    """By loss: what the smallest of MosaicKV's strategies may lose of Σ |x|², by layer and head."""
     blocks: float = 1.0
     """Of the packed blocks, the share that a row and KV head reads: those of the highest score."""
 
@@ -41,8 +48,10 @@ class Way:
             return ops.PackedFormat(f"int{self.bits:.0f}", head_dim, PAGE)
         if self.kind == "top-r":
             kept = round(self.kept * head_dim)
-            sizes = {"group": self.group, "numbers": self.numbers}
-            return ops.PackedFormat("top-r", head_dim, PAGE, kept=kept, **sizes)
+            sizes = {"group": self.group, "channels": round(self.channels * head_dim)}
+            return ops.PackedFormat(
+                "top-r", head_dim, PAGE, kept=kept, numbers=self.numbers, **sizes
+            )
         if self.kind == "planes":
             return ops.PackedFormat(
                 "planes", head_dim, PAGE, token_bytes=self.token_bytes(head_dim)
@@ -71,18 +80,35 @@ class Way:
             return PAGE / 4 / PAGE + self.token_bytes(head_dim)
         kept = round(self.kept * head_dim)
         bits, scale = {"bf16": (16, 0), "fp8": (8, 2), "int4": (4, 2)}[self.numbers]
-        return 2 * (head_dim / self.group / 8 + kept * bits / 8 + scale)
+        bitmap = ceil(round(self.channels * head_dim) / self.group / 8)
+        return 2 * (bitmap + kept * bits / 8 + scale)
 
     def basis_bytes(self, head_dim: int) -> float:
         """Bytes of a basis of a text's own, f32, a layer and KV head."""
         if not self.basis.startswith("own"):
             return 0.0
-        rows = 2 * head_dim + 2 if self.kind == "planes" else head_dim + 1
+        directions = round(self.channels * head_dim)
+        rows = 2 * head_dim + 2 if self.kind == "planes" else directions + 1
         return 8.0 * rows * head_dim
 
 
+STRATEGIES = sorted(
+    (
+        Way("", "top-r", kept=kept, group=group, channels=channels)
+        for kept, group, channels in product((0.125, 0.25, 0.375), (1, 2, 4), (0.75, 1.0))
+    ),
+    key=lambda way: way.page_bytes(128),
+)
+"""MosaicKV's candidates (section 5.5) in bf16, the smallest first: `ops.top_r_candidates`."""
+
+
+def read_in_few_blocks(way: Way) -> Way:
+    """The same, read with block selection."""
+    return replace(way, name=f"{way.name}, a quarter of blocks", blocks=0.25)
+
+
 def front() -> tuple[Way, ...]:
-    """All ways, and those that are read with block selection too."""
+    """All ways, each read as a whole and with block selection."""
     codes = [Way(f"INT{bits}", "codes", bits=bits) for bits in (8, 4, 3, 2)]
     turned = [Way(f"INT{bits}, Hadamard", "turned codes", "hadamard", bits) for bits in (4, 3)]
     masks = [
@@ -100,6 +126,16 @@ def front() -> tuple[Way, ...]:
             (", no rotation (Mustafar)", "identity", 1),
         )
     ]
+    fixed = [
+        Way(f"25 % bf16, the same channels of all vectors{more}", "top-r", basis,
+            kept=0.25, channels=0.25)
+        for more, basis in (("", "largest channels"), (", own basis", "own, not centred"))
+    ]  # fmt: skip
+    by_loss = [
+        Way(f"strategies that lose {bound:g} at most (MosaicKV)", "by loss", "own, not centred",
+            bound=bound)
+        for bound in (0.1, 0.03)
+    ]  # fmt: skip
     few_bits = [
         Way(f"{share:.0%}".replace("%", " %") + f" {numbers}{more}", "top-r", basis,
             kept=share, group=group, numbers=numbers)
@@ -122,11 +158,9 @@ def front() -> tuple[Way, ...]:
             (2.5, "calibrated, unweighted"), (2, "calibrated"),
         )
     ]  # fmt: skip
-    half = {way.name: way for way in few_bits}["50 % int4, calibrated basis"]
-    whole = [Way("exact", "exact"), half, planes[3]]
-    chosen = [replace(way, name=f"{way.name}, a quarter of blocks", blocks=0.25) for way in whole]
-    return (Way("bf16", "bf16"), Way("fp8", "fp8"), *codes, *turned, *masks, *quarter, *few_bits,
-            *planes, *chosen)  # fmt: skip
+    whole = (Way("bf16", "bf16"), Way("fp8", "fp8"), *codes, *turned, *masks, *fixed, *quarter,
+             *by_loss, *few_bits, *planes)  # fmt: skip
+    return (*whole, *(read_in_few_blocks(way) for way in (Way("exact", "exact"), *whole)))
 
 
 class Bases:
@@ -140,12 +174,16 @@ class Bases:
         """What a way packs a text of such moments in, f32 [2, N, rows, D]; None for no basis."""
         if way.basis in ("none", "hadamard") and way.kind != "top-r":
             return None
-        if way.basis in ("identity", "hadamard"):
-            return self._everywhere(way.basis)
         moments = own if way.basis.startswith("own") else self.calibration
         if way.kind == "planes":
             return self._in_planes(way, moments)
-        return rotated(moments, centred="not centred" not in way.basis)
+        if way.basis in ("identity", "hadamard"):
+            basis = self._everywhere(way.basis)
+        elif way.basis == "largest channels":
+            basis = largest_channels(own)
+        else:
+            basis = rotated(moments, centred="not centred" not in way.basis)
+        return basis[:, :, : round(way.channels * basis.shape[-1]) + 1]
 
     def _in_planes(self, way: Way, moments: Moments) -> torch.Tensor:
         size = way.token_bytes(moments.sums.shape[-1])
@@ -163,6 +201,13 @@ class Bases:
         directions = torch.eye(dim) if basis == "identity" else hadamard(dim)
         one = torch.cat((torch.zeros(1, dim), directions)).to(sums.device)
         return one.expand(*sums.shape[:2], -1, -1).contiguous()
+
+
+def largest_channels(own: Moments) -> torch.Tensor:
+    """No rotation: channels as they are, those of the largest squares first [2, N, D + 1, D]."""
+    order = torch.diagonal(own.products, dim1=-2, dim2=-1).argsort(-1, descending=True)
+    channels = torch.nn.functional.one_hot(order, order.shape[-1]).float()
+    return torch.cat((torch.zeros_like(channels[:, :, :1]), channels), 2)
 
 
 def hadamard(dim: int) -> torch.Tensor:
@@ -202,6 +247,26 @@ def made_of(kv: torch.Tensor, way: Way, basis: torch.Tensor | None, own: Moments
     kept = round(way.kept * kv.shape[-1])
     return torch.stack([arithmetic.top_r(x, part, kept, way.group, way.numbers)
                         for x, part in zip(kv, basis, strict=True)])  # fmt: skip
+
+
+def made_by_loss(kv: torch.Tensor, way: Way, basis: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Of each layer and head what the smallest strategy makes that loses no more than the bound,
+    of keys or of values, else the one that loses least; and the bytes a token, their mean."""
+    dim = kv.shape[-1]
+    sizes = torch.tensor([one.page_bytes(dim) for one in STRATEGIES], device=kv.device)
+    made, losses = [], []
+    for one in STRATEGIES:
+        kept, rows = round(one.kept * dim), round(one.channels * dim) + 1
+        back = torch.stack([arithmetic.top_r(x, part[:, :rows], kept, one.group, one.numbers)
+                            for x, part in zip(kv, basis, strict=True)])  # fmt: skip
+        lost = (back - kv).double().square().sum((2, 3)) / kv.double().square().sum((2, 3))
+        made.append(back)
+        losses.append(lost.amax(0))
+    loss = torch.stack(losses)
+    below = torch.where(loss <= way.bound, sizes[:, None].double(), torch.inf)
+    best = torch.where(below.isfinite().any(0), below.argmin(0), loss.argmin(0))
+    chosen = torch.stack(made).movedim(2, 0)[torch.arange(len(best)), best]
+    return chosen.movedim(0, 1), float(sizes[best].mean())
 
 
 def made_by_pages(

@@ -11,10 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.quality import packed_arithmetic, packed_chart, packed_front, packed_ways
+from benchmarks.quality import (
+    packed_arithmetic,
+    packed_chart,
+    packed_front,
+    packed_reader,
+    packed_ways,
+)
 from benchmarks.quality.packed_bases import Moments, in_planes
 from families import tiny
 from kvweave import models, ops
+from kvweave.adapters.transformers.cache_argument import cache_argument
 
 
 def record_of(kl: dict[str, list[float]], sizes: dict[str, float]) -> dict:
@@ -29,7 +36,7 @@ def record_of(kl: dict[str, list[float]], sizes: dict[str, float]) -> dict:
             name: dict.fromkeys(names, size) | {"blocks": 1.0} for name, size in sizes.items()
         },
         "texts": [
-            {name: {"kl": some[i], "agreement": 1.0} for name, some in kl.items()}
+            {name: {"kl": some[i], "agreement": 1.0, "surprise": 0.0} for name, some in kl.items()}
             for i in range(len(next(iter(kl.values()))))
         ],
     }
@@ -62,7 +69,10 @@ def text_of(generator) -> tuple[torch.Tensor, Moments]:
     return kv, Moments.of(kv, q.mT @ q, 200)
 
 
-@pytest.mark.parametrize("way", [way for way in packed_front.WAYS if way.format(64)], ids=str)
+PACKED = [way for way in packed_front.WAYS if way.format(64) and way.blocks == 1.0]
+
+
+@pytest.mark.parametrize("way", PACKED, ids=str)
 def test_torch_makes_of_vectors_what_pages_do(generator, way):
     """What a GPU measures is what pages hold: the same codes but where f32 sums decide."""
     kv, own = text_of(generator)
@@ -75,7 +85,7 @@ def test_torch_makes_of_vectors_what_pages_do(generator, way):
     assert away.float().mean() < 0.02
     lost = [(made - kv).square().sum((1, 2, 3)) for made in (by_torch, by_pages)]
     torch.testing.assert_close(lost[0], lost[1], rtol=1e-2, atol=0)
-    assert (lost[0] < 0.5 * kv.square().sum((1, 2, 3))).all()
+    assert (lost[0] < 0.7 * kv.square().sum((1, 2, 3))).all()
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -110,25 +120,66 @@ def test_pages_and_back(generator):
     assert packed_ways.packs_of(pages, 6).tolist() == [[1, 64, 1], [7, 64, 7]]
 
 
-def test_block_selection_reads_the_blocks_that_score_highest(generator):
-    attention = packed_front.Attention(16)
-    attention.packed, attention.blocks = 4, 1
-    slots = packed_front.SINK + 4 * 64 + packed_front.RECENT
-    key = torch.zeros(1, 2, slots + 3, 16)
-    key[0, :, packed_front.SINK + 64 : packed_front.SINK + 128, 0] = 1.0
-    key[0, 1, packed_front.SINK + 192 : packed_front.SINK + 256, 0] = 2.0
-    query = torch.zeros(1, 4, 3, 16)
+def test_block_selection_reads_the_blocks_that_score_highest():
+    attention = packed_reader.Attention()
+    attention.packed = 4
+    slots = packed_reader.SINK + 4 * 64 + packed_reader.RECENT
+    key = torch.zeros(2, 2, slots + 3, 16)
+    key[:, :, packed_reader.SINK + 64 : packed_reader.SINK + 128, 0] = 1.0
+    key[:, 1, packed_reader.SINK + 192 : packed_reader.SINK + 256, 0] = 2.0
+    query = torch.zeros(2, 4, 3, 16)
     query[..., 0] = 1.0
-    read = attention._chosen(query, key)
-    assert read.shape == (1, 4, 3, slots + 3)
-    packed = read[0, :, 0, packed_front.SINK : packed_front.SINK + 256].unflatten(-1, (4, 64))
-    assert (
-        packed.all(-1).tolist()
-        == [[False, True, False, False]] * 2 + [[False, False, False, True]] * 2
-    )
-    assert packed.sum((-1, -2)).eq(64).all()
-    assert read[0, 0, 0, : packed_front.SINK].all()
+    read = attention.readable(query, key, torch.tensor([1, 3]))
+    assert read.shape == (2, 4, 3, slots + 3)
+    packed = read[:, :, 0, packed_reader.SINK : packed_reader.SINK + 256].unflatten(-1, (4, 64))
+    one, three = packed.all(-1).tolist()
+    assert one == [[False, True, False, False]] * 2 + [[False, False, False, True]] * 2
+    assert three == [[True, True, True, False]] * 2 + [[True, True, False, True]] * 2
+    assert packed.sum((-1, -2)).tolist() == [[64] * 4, [192] * 4]
+    assert read[:, :, :, : packed_reader.SINK].all()
     assert read[0, 0, :, slots:].tolist() == torch.ones(3, 3).tril().bool().tolist()
+
+
+def test_a_way_by_loss_is_the_smallest_strategy_below_its_bound(generator):
+    """Beside the op that chooses so, of the same losses."""
+    kv, own = text_of(generator)
+    bases = packed_ways.Bases(own)
+    formats = ops.top_r_candidates(64)
+    for bound in (0.0, 0.05, 0.2, 2.0):
+        way = packed_ways.Way("", "by loss", "own, not centred", bound=bound)
+        basis = bases.of_text(way, own)
+        made, size = packed_ways.made_by_loss(kv, way, basis)
+        pages = packed_ways.in_pages(kv)
+        packs = packed_ways.packs_of(pages, 6)
+        losses = ops.top_r_losses(pages, packs, basis.transpose(0, 1), formats, pages=6)
+        chosen = ops.choose_top_r(losses, formats, bound)
+        sizes = [of.page_bytes / 64 for of in chosen]
+        assert size == pytest.approx(np.mean(sizes), rel=0.02)
+        lost = (made - kv).square().sum((2, 3)) / kv.square().sum((2, 3))
+        wanted = torch.stack([losses[formats.index(of), at] for at, of in enumerate(chosen)])
+        torch.testing.assert_close(lost.double(), wanted.T, rtol=0.1, atol=1e-5)
+
+
+def test_one_read_is_that_of_several(generator):
+    """A batch of reads, each with its own share of blocks, is what each of them is alone."""
+    reader = object.__new__(packed_reader.Reader)
+    reader.model = tiny("llama", head_dim=64).float().eval()
+    reader.taken_as = cache_argument(reader.model.forward)
+    reader.layers = reader.model.config.num_hidden_layers
+    reader.heads = reader.model.config.num_attention_heads
+    reader.device, reader.batch = torch.device("cpu"), 2
+    reader.attention = packed_reader.Attention()
+    reader.model.set_attn_implementation(packed_reader.Attention.NAME)
+    tokens = torch.randint(0, 90, (1, 420), generator=generator)
+    kv, _ = reader.read(tokens[:, :400])
+    noisy = kv + 0.3 * torch.randn(kv.shape, generator=generator)
+    reads = [packed_reader.Read(kv), packed_reader.Read(noisy, 0.34), packed_reader.Read(noisy)]
+    together = reader.follow(reads, tokens[:, 400:])
+    for read, got in zip(reads, together, strict=True):
+        torch.testing.assert_close(reader.follow([read], tokens[:, 400:])[0], got)
+    assert not torch.allclose(together[1], together[2])
+    logits = reader.model(tokens).logits[0, 400:].double().log_softmax(-1)
+    torch.testing.assert_close(together[0], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_the_front_is_what_nothing_smaller_is_surely_nearer_than(tmp_path: Path):
@@ -187,3 +238,22 @@ def test_a_run_measures_keeps_and_goes_on(tmp_path: Path, monkeypatch, capsys):
     assert own["with basis, 64K tokens"] == pytest.approx(52 + 8 * 65 * 64 / 65536)
     assert "| INT4 | 72 | 1 / 3.56 |" in capsys.readouterr().out
     assert drawn.exists()
+
+
+def test_answers_over_packed_pages_are_scored(tmp_path: Path, monkeypatch, capsys):
+    """Over exact pages a small model finds the number; without most channels it does not."""
+    ways = (
+        next(way for way in packed_front.WAYS if way.name == "INT8"),
+        next(way for way in packed_front.WAYS if way.name == "INT4"),
+        packed_ways.Way("nothing left", "top-r", "identity", kept=0.0625, channels=0.0625),
+    )
+    monkeypatch.setattr(packed_front, "WAYS", ways)
+    monkeypatch.setattr(packed_front, "TASKS", ("lookup",))
+    out = tmp_path / "found.json"
+    given = ["smollm2", "--length", "320", "--following", "4", "--texts", "1", "--samples", "3"]
+    packed_front.main([*given, "--calibration", "1", "--out", str(out)])
+    found = json.loads(out.read_text())["tasks"]["lookup"]
+    assert [one["sample"] for one in found] == [0, 1, 2]
+    right = {way: sum(one[way] for one in found) for way in ("exact", "INT8", "nothing left")}
+    assert right["exact"] == right["INT8"] > right["nothing left"], right
+    assert "| lookup |" in capsys.readouterr().out

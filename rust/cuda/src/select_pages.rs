@@ -6,9 +6,9 @@ use crate::error::CudaError;
 use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, narrow};
 
-const THREADS: u32 = 512;
-/// Scores of a row that a thread block may hold: a kernel each. The last takes longer rows too.
-const HELD: [usize; 3] = [2048, 4096, 8192];
+/// Scores of a row that a thread block may hold and its threads: a kernel each. The last takes
+/// longer rows too.
+const HELD: [(usize, u32); 4] = [(2048, 256), (4096, 512), (8192, 512), (16_384, 1024)];
 
 /// The best pages of each row: `kvweave_core::ops::SelectPages`, whose checks are the caller's
 /// where counts and budgets are on the host. The kernel takes a count beyond the row as its width,
@@ -54,16 +54,17 @@ impl CudaBackend {
             return Ok(());
         }
         let blocks = [blocks_of("rows of scores", call.rows)?, 1, 1];
-        let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
-        let name = format!("select_pages_{}", held_of(call.width));
+        let (held, threads) = held_of(call.width);
+        let grid = Grid { blocks, threads, shared_bytes: 0 };
+        let name = format!("select_pages_{held}");
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { self.launch(("select_pages", &name), grid, call.stream, &params) }
     }
 }
 
-/// Scores that a thread block holds. What it selects does not depend on it.
-fn held_of(width: usize) -> usize {
-    HELD.into_iter().find(|&held| width <= held).unwrap_or(HELD[HELD.len() - 1])
+/// Scores that a thread block holds, and its threads. What it selects does not depend on them.
+fn held_of(width: usize) -> (usize, u32) {
+    HELD.into_iter().find(|&(held, _)| width <= held).unwrap_or(HELD[HELD.len() - 1])
 }
 
 fn params_of(call: &SelectPagesLaunch) -> Result<SelectPagesParams, CudaError> {
@@ -116,8 +117,8 @@ mod tests {
 
     #[test]
     fn the_smallest_kernel_that_holds_a_row_takes_it() {
-        let held = [0, 1, 2048, 2049, 8192, 8193, 1 << 20].map(held_of);
-        assert_eq!(held, [2048, 2048, 2048, 4096, 8192, 8192, 8192]);
+        let held = [0, 1, 2048, 2049, 8192, 8193, 1 << 20].map(|width| held_of(width).0);
+        assert_eq!(held, [2048, 2048, 2048, 4096, 8192, 16_384, 16_384]);
     }
 
     #[test]
