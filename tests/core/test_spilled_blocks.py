@@ -171,6 +171,107 @@ def test_what_needs_all_kv_is_refused_until_it_is_brought_back() -> None:
     assert cache.stats()["held"] == 0
 
 
+def sharing(cache: KvCache, length: int = 41) -> KvRequest:
+    """A request that reads a cached text where it lies: from position 6 on, two pages into it."""
+    with cache.admit(prompt(30, 5), reuse="none") as text:
+        text.commit(30, 30)
+    tokens = prompt(length)
+    tokens[6:34] = prompt(30, 5)[:28]
+    return cache.admit(tokens, segments=[(6, 34, "")], mode="share")
+
+
+def test_entries_of_others_blocks_are_spilled_as_they_lie() -> None:
+    """Slots and distances stay; a block that others may find is only let go of."""
+    cache = cache_of(64, FULL, CHOOSING)
+    request = sharing(cache)
+    before = request.entries(1)
+    assert (before[:, 4] != 0).sum() == 7
+    # The second page of the request's own ends before the text, and goes on behind it.
+    assert before[:2, 3].tolist() == [0, 4]
+    held = cache.stats()["groups"][1]["held"]
+    most = int((before[:, 3] < 40).sum())
+    slots = request.spill(1, at_home(most), 3)
+    after = request.entries(1)
+    assert after[:most, 0].tolist() == (-1 - at_home(most)).tolist()
+    assert np.array_equal(after[:, 1:], before[:, 1:])
+    assert np.array_equal(after[most:], before[most:])
+    assert cache.stats()["groups"][1]["held"] == held - most + 3
+    assert set(slots.tolist()).isdisjoint(before[before[:, 4] != 0, 0].tolist())
+    assert cache.match_segment(prompt(28, 5)) == 28
+    assert request.spilled(1) == most
+    request.bring_back(1)
+    back = request.entries(1)
+    assert np.array_equal(back[:, 1:], before[:, 1:])
+    assert len(set(back[:, 0].tolist())) == len(back)
+    # What was read in place is a copy of its own now, and still nobody's to write.
+    assert set(back[:most, 0].tolist()).isdisjoint(before[before[:, 4] != 0, 0].tolist())
+    with pytest.raises(InvalidArgument, match="read from a donor"):
+        request.slots(np.asarray([10], np.int32), 1)
+    request.spill(1, at_home(most, 70), 3)
+    request.release()
+    cache.check()
+    assert cache.stats()["held"] == 0
+
+
+def test_entries_of_one_block_go_together_to_one_place() -> None:
+    cache = cache_of(64, FULL, CHOOSING)
+    with cache.admit(prompt(2, 5), reuse="none") as text:
+        text.commit(2, 2)
+    tokens = prompt(30)
+    tokens[5:7] = prompt(2, 5)
+    with cache.admit(tokens, segments=[(5, 7, "")], mode="share") as request:
+        before = request.entries(1)
+        assert before[:4, 3].tolist() == [0, 4, 5, 7]
+        assert before[1, 0] == before[3, 0] != before[2, 0]
+        with pytest.raises(InvalidArgument, match="one number for entries of one block, got sev"):
+            request.spill(1, at_home(4), 2)
+        for count in (2, 3):
+            with pytest.raises(InvalidArgument, match="all entries of a block, got some of block"):
+                request.spill(1, at_home(count), 2)
+        assert np.array_equal(request.entries(1), before)
+        request.spill(1, at_home(1), 2)
+        request.spill(1, np.asarray([30, 60, 30], np.int32), 2)
+        assert request.entries(1)[:4, 0].tolist() == [-1, -31, -61, -31]
+        request.bring_back(1)
+        back = request.entries(1)
+        assert np.array_equal(back[:, 1:], before[:, 1:])
+        assert back[1, 0] == back[3, 0] != back[2, 0]
+    cache.check()
+    assert cache.stats()["held"] == 0
+
+
+def test_without_room_for_slots_donors_are_still_held() -> None:
+    cache = cache_of(30, FULL, CHOOSING)
+    request = sharing(cache)
+    table, stats = request.entries(1), cache.stats()
+    with pytest.raises(PoolFull):
+        request.spill(1, at_home(8), 200)
+    assert np.array_equal(request.entries(1), table)
+    assert cache.stats() == stats
+    request.release()
+    cache.check()
+    assert cache.stats()["held"] == 0
+
+
+def test_tokens_behind_what_was_spilled_may_be_taken_back() -> None:
+    cache = cache_of(64, CHOOSING)
+    with cache.admit(prompt(18), reuse="none") as request:
+        request.append(prompt(12, 2))
+        request.spill(0, at_home(6), 2)
+        request.truncate(27)
+        for fewer in (24, 20):
+            with pytest.raises(InvalidArgument, match="truncate: expected 25 <= tokens <= 27"):
+                request.truncate(fewer)
+        request.truncate(25)
+        request.append(prompt(3, 3))
+        assert request.entries(0)[:6, 0].tolist() == (-1 - at_home(6)).tolist()
+        assert request.entries(0)[6].tolist()[1:] == [0, 4, 24, 0]
+        request.bring_back(0)
+        request.truncate(20)
+    cache.check()
+    assert cache.stats()["held"] == 0
+
+
 def test_what_cannot_be_spilled_is_refused() -> None:
     cache = cache_of(64, WINDOW, CHOOSING, FULL)
     kinds = [group.kind for group in cache.groups]
@@ -181,7 +282,7 @@ def test_what_cannot_be_spilled_is_refused() -> None:
             request.spill(window, at_home(2), 2)
         with pytest.raises(InvalidArgument, match="numbers from 0 on, got -3"):
             request.spill(chosen, np.asarray([4, -3], np.int32), 2)
-        with pytest.raises(InvalidArgument, match="up to 10 blocks"):
+        with pytest.raises(InvalidArgument, match="up to 10 entries"):
             request.spill(chosen, at_home(11), 2)
         for group in (3, 200, 2**40):
             for call in (

@@ -1,6 +1,7 @@
 """Random events over host memory: whatever happens, each page has one copy somewhere.
 
-Requests come, grow, are mirrored, spilled, ranked, brought back, forked off and cancelled, on a
+Requests come, some of which read texts that are cached where these lie; they grow, are mirrored,
+spilled, ranked, read as a whole, brought back, taken back to fewer tokens and cancelled, on a
 device and in host memory that are often full, while transfers break off half-way, once or for good.
 HOST_EVENTS (6000) says how many, half of them over exact copies and half over fp8 ones, and
 HOST_EVENTS_SEED which; `make host-events` is a million.
@@ -20,13 +21,14 @@ import torch
 
 from families import tiny
 from host_memory import PAGE, host_runner, nothing_is_held
-from kvweave import PoolFull, TransferFailed, ops
+from kvweave import InvalidArgument, PoolFull, TransferFailed, ops
 from kvweave.cache import KvRequest
 from kvweave.runner import Runner
 from kvweave.runner.decode.host_slots import HostSlots
 from kvweave.runner.kv import host_pool
-from kvweave.runner.kv.host_pages import HostPages, blocks_of
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.transfers import TRIES
+from kvweave.runner.kv.whole_layers import WholeLayers
 from ranked_pages import top_k
 
 Numbers = npt.NDArray[Any]
@@ -36,41 +38,57 @@ SEED = int(os.environ.get("HOST_EVENTS_SEED", "0"))
 READ = 6
 LONGEST = 160
 ROWS = 6
+TEXTS = 5
 WEIGHTS = {
-    "come": 4,
+    "cache": 5,
+    "come": 5,
     "grow": 20,
+    "take back": 6,
     "begin": 6,
     "mirror": 6,
     "spill": 16,
     "rank": 40,
-    "bring back": 4,
-    "cancel": 2,
-    "break": 2,
+    "read a layer": 12,
+    "bring back": 10,
+    "cancel": 3,
+    "break": 5,
 }
 
 
 class Life:
-    """One request whose pages may lie in host memory; `name` is in every number of its KV."""
+    """One request whose pages may lie in host memory.
+
+    `known` [entries]: the number that stands in each page that its table lists, but for the head's
+    rank; `name` is in those of its own.
+    """
 
     def __init__(self, request: KvRequest, pool: Any, name: int, row: int) -> None:
         self.request, self.name, self.row = request, name, row
         self.host = HostPages(pool, request)
         self.came_back = 0
+        # Tokens that are no guess.
+        self.said = request.length
+        self.known = np.zeros(0, np.int64)
 
     @property
-    def pages(self) -> int:
-        return -(-self.request.length // PAGE)
+    def table(self) -> Numbers:
+        return self.request.entries(self.host.pool.budget.group)
 
     @property
-    def full_pages(self) -> int:
-        """Those before the newest token's."""
-        return (self.request.length - 1) // PAGE
+    def full(self) -> int:
+        """Entries that end before the newest token's page."""
+        before = (self.request.length - 1) // PAGE * PAGE
+        return int((self.table[1:, 3] <= before).sum())
 
-    def numbers(self, pages: Numbers, ranks: Numbers) -> Numbers:
-        """What stands in these pages of these heads; exact in f32."""
+    def own(self, positions: Numbers) -> Numbers:
+        """What stands in pages of its own, by positions in them."""
+        return (self.name % 1000 * 256 + positions // PAGE) * 8
+
+    def numbers(self, entries: Numbers, ranks: Numbers) -> Numbers:
+        """What stands in the pages of entries, of these heads; exact in f32."""
         rounds = self.host.pool.scales is not None
-        numbers = (self.name % 1000 * 256 + pages) * 8 + ranks
-        once = rounds & (pages < max(self.host.count, self.came_back))
+        numbers = self.known[entries] + ranks
+        once = rounds & (entries < max(self.host.count, self.came_back))
         return np.where(once, in_four_bits(numbers), numbers)
 
 
@@ -98,6 +116,8 @@ class World:
         self.slots = HostSlots(self.pool)
         self.slots.fit(ROWS)
         self.lives: list[Life] = []
+        # Of texts that may be cached, the number that stands in their pages, by block.
+        self.cached: dict[int, int] = {}
         self.seen: Counter[str] = Counter()
         self.born = self.breaks = 0
 
@@ -107,9 +127,12 @@ class World:
         (what,) = self.random.choices([*WEIGHTS], [*WEIGHTS.values()])
         if what == "come":
             outcome = self.come()
+        elif what == "cache":
+            outcome = self.cache()
         elif what == "break":
             # Once, so that it is tried again, or until it is given up.
-            self.breaks, outcome = self.random.choice([1, TRIES - 1, TRIES, 2 * TRIES]), "done"
+            self.breaks = self.random.choice([1, TRIES - 1, TRIES, 6 * TRIES])
+            outcome = "done"
         elif not self.lives:
             return
         else:
@@ -122,15 +145,39 @@ class World:
         free = [row for row in range(ROWS) if row not in taken]
         if not free:
             return "no row"
-        length = self.random.randint(1, LONGEST)
+        tokens, marks = np.arange(self.random.randint(1, LONGEST), dtype=np.int32), []
+        if len(tokens) > 30 and self.random.random() < 0.7:
+            # The text stands elsewhere than when it was cached, and begins within a page.
+            length, start = self.random.randint(2, 28), self.random.randint(1, 2)
+            tokens[start : start + length] = text(self.random.randrange(TEXTS))[:length]
+            marks = [(start, start + length, "")]
         try:
-            request = self.runner.cache.admit(np.arange(length, dtype=np.int32), reuse="none")
+            request = self.runner.cache.admit(tokens, segments=marks, mode="share")
         except PoolFull:
             return "no room"
         self.born += 1
         life = Life(request, self.pool, self.born, self.random.choice(free))
         self.lives.append(life)
+        table = life.table
+        reused = table[:, 4] != 0
+        life.known = np.where(reused, 0, life.own(table[:, 3]))
+        life.known[reused] = [self.cached[block] for block in table[reused, 0].tolist()]
         self.write(life, 0)
+        return "reads where a text lies" if reused.any() else "done"
+
+    def cache(self) -> str:
+        """A text is computed and left to be found, until its blocks are wanted."""
+        try:
+            request = self.runner.cache.admit(text(self.random.randrange(TEXTS)), reuse="none")
+        except PoolFull:
+            return "no room"
+        self.born += 1
+        life = Life(request, self.pool, self.born, 0)
+        life.known = life.own(life.table[:, 3])
+        self.write(life, 0)
+        self.cached.update(zip(life.table[:, 0].tolist(), life.known.tolist(), strict=True))
+        request.commit(request.length, 0)
+        request.release()
         return "done"
 
     def grow(self, life: Life) -> str:
@@ -142,29 +189,43 @@ class World:
             life.request.append(np.arange(more, dtype=np.int32))
         except PoolFull:
             return "no room"
-        self.write(life, before // PAGE)
+        new = life.table[len(life.known) :]
+        life.known = np.append(life.known, life.own(new[:, 3]))
+        self.write(life, before // PAGE * PAGE)
         return "done"
 
+    def take_back(self, life: Life) -> str:
+        """Tokens since what was last said of the request go: they were a guess that was wrong."""
+        away = life.host.count
+        if away:
+            last = life.table[away - 1]
+            with pytest.raises(InvalidArgument, match="truncate: expected"):
+                life.request.truncate(int(last[3] + last[2] - last[1]))
+        length = self.random.randint(max(life.said, life.request.length - 9), life.request.length)
+        life.request.truncate(length)
+        life.known = life.known[: len(life.table)]
+        return "some in the host" if away else "done"
+
     def begin(self, life: Life) -> str:
-        life.host.begin(life.full_pages)
+        life.host.begin(life.full)
         return self.how(life)
 
     def mirror(self, life: Life) -> str:
-        life.host.mirror(life.full_pages)
+        life.host.mirror(life.full)
         return self.how(life)
 
     def spill(self, life: Life) -> str:
-        life.host.spill(life.full_pages)
+        life.host.spill(life.full)
         return self.how(life)
 
     def rank(self, life: Life) -> str:
         """Heads choose pages of their own; what they then read is what was written there."""
         self.slots.follow(life.row, life.host)
-        heads, count = len(self.ranks), min(life.pages, READ)
+        blocks = life.table[:, 0]
+        heads, count = len(self.ranks), min(len(blocks), READ)
         chosen = np.full((1, heads, READ), -1, np.int32)
-        drawn = self.draws.random((heads, life.pages)).argsort(axis=1)[:, :count]
+        drawn = self.draws.random((heads, len(blocks))).argsort(axis=1)[:, :count]
         chosen[0, :, :count] = np.sort(drawn, axis=1)
-        blocks = blocks_of(life.request, self.pool.budget.group)
         entries = np.zeros((1, heads, READ, 5), np.int32)
         entries[0, :, :count, 0] = blocks[chosen[0, :, :count]]
         read = torch.from_numpy(entries)
@@ -179,6 +240,21 @@ class World:
         wanted = life.numbers(chosen[0, :, :count], of)
         self.holds(self.on_device[entries[0, :, :count, 0] + of], wanted)
         return "of the host" if life.host.count else "of the device"
+
+    def read_a_layer(self, life: Life) -> str:
+        """All pages of a layer's heads are laid side by side, from wherever they are."""
+        heads, table = self.runner._decoder.heads, life.table
+        whole = WholeLayers(heads, self.pool.arena, table, np.asarray([[len(table)]]))
+        rows = heads.step_rows(self.random.randrange(len(heads.spec.layers)))
+        layer = whole.layer(rows)
+        if whole.failed:
+            self.end(life)
+            return "given up"
+        entries = layer.table(0)
+        assert np.array_equal(entries[:, 1:], table[:, 1:])
+        wanted = life.numbers(np.arange(len(table))[:, None], rows[:, 1])
+        self.holds(layer.pages.numpy()[entries[:, :1] + layer.reach.heads[:, 1]], wanted)
+        return "some in the host" if life.host.count else "all on the device"
 
     def bring_back(self, life: Life) -> str:
         count = life.host.count
@@ -200,6 +276,7 @@ class World:
     # ---- what holds -------------------------------------------------------------------------
 
     def how(self, life: Life) -> str:
+        life.said = life.request.length
         return "some in the host" if life.host.count else "all on the device"
 
     def end(self, life: Life) -> None:
@@ -209,11 +286,11 @@ class World:
         life.request.release()
 
     def write(self, life: Life, first: int) -> None:
-        """Writes the pages from one on, as a prompt or a step does."""
-        pages = np.arange(first, life.pages)[:, None]
-        blocks = blocks_of(life.request, self.pool.budget.group)[first:, None]
-        numbers = life.numbers(pages, self.ranks)
-        self.on_device[blocks + self.ranks] = numbers[..., None, None, None]
+        """Writes pages of its own from a position on, as a prompt or a step does."""
+        table = life.table
+        own = (table[:, 4] == 0) & (table[:, 3] >= first) & (table[:, 0] >= 0)
+        numbers = life.known[own, None] + self.ranks
+        self.on_device[table[own, :1] + self.ranks] = numbers[..., None, None, None]
 
     def in_host(self, pages: Numbers) -> Numbers:
         """What stands in pages of host memory."""
@@ -233,13 +310,18 @@ class World:
         Exactly, or once rounded where they are or were kept as fp8.
         """
         group, count = self.pool.budget.group, life.host.count
-        blocks, home = blocks_of(life.request, group)[:, None], life.host.blocks()[:, None]
+        blocks, home = life.table[:, :1], life.host.blocks()[:, None]
         assert life.request.spilled(group) == count
         assert (blocks[:count] < 0).all()
         assert (blocks[count:] >= 0).all()
-        wanted = life.numbers(np.arange(life.pages)[:, None], self.ranks)
+        wanted = life.numbers(np.arange(len(blocks))[:, None], self.ranks)
         self.holds(self.in_host(home + self.ranks), wanted[:count])
         self.holds(self.on_device[blocks[count:] + self.ranks], wanted[count:])
+
+
+def text(number: int) -> Numbers:
+    """The tokens of a text that no request has otherwise."""
+    return np.arange(1000 * (number + 1), 1000 * (number + 1) + 30, dtype=np.int32)
 
 
 def breaking(world: World) -> Any:
@@ -284,6 +366,10 @@ def test_every_page_has_one_copy_whatever_happens(world: World) -> None:
     print(f"{EVENTS // 2} events: {dict(sorted(world.seen.items()))}")
     # Each of these has come about, or the events do not say what they should.
     for what in ("come: no room", "grow: no room", "spill: some in the host", "rank: of the host"):
+        assert world.seen[what], what
+    for what in ("come: reads where a text lies", "take back: some in the host"):
+        assert world.seen[what], what
+    for what in ("read a layer: some in the host", "read a layer: given up"):
         assert world.seen[what], what
     for what in ("rank: given up", "bring back: done", "bring back: given up"):
         assert world.seen[what], what

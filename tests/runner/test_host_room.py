@@ -17,7 +17,7 @@ from families import random_tokens, tiny
 from host_memory import AMPLE, PAGE, both, host_runner, nothing_is_held, spills
 from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.ops import RowPages
-from kvweave.runner import Healing, Runner, Sampling
+from kvweave.runner import Runner, Sampling
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import carry_by_host
@@ -239,12 +239,9 @@ def test_memory_that_is_not_pinned_is_carried_by_the_host(way: Any) -> None:
 
 def refusals(runner: Runner, model: Any) -> dict[str, Callable[[], Any]]:
     """A call for each thing that does not go together."""
-    heads, tokens = runner.heads, random_tokens(30, 1).tolist()
-    given_ = {"host_bytes": AMPLE, "heads": heads, "max_tokens": 64, "check": False}
+    given_ = {"host_bytes": AMPLE, "heads": runner.heads, "max_tokens": 64, "check": False}
     return {
         "kv_dtype": lambda: Runner(model, kv_dtype="int4", **given_),
-        "mode": lambda: Runner(model, mode="share", **given_),
-        "healing": lambda: runner.generate(tokens, healing=Healing()),
     }
 
 

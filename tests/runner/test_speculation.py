@@ -469,8 +469,9 @@ def test_what_does_not_go_with_drafts(llama) -> None:
         verified_runner(llama, [FULL, WINDOW])
     runner = verified_runner(llama, [top_k(4, 16)])
     small = {"max_tokens": 256, "progress": False, "check": False, "speculate": 4}
-    with pytest.raises(kvweave.Unsupported, match="host_bytes: expected a runner without spec"):
-        Runner(llama, heads=runner.heads, host_bytes=2**20, **small)
+    over = {"host_bytes": 2**20, "host_arrivals": "late"}
+    with pytest.raises(kvweave.Unsupported, match="host_arrivals: expected a runner without sp"):
+        Runner(llama, heads=runner.heads, **over, **small)
     with pytest.raises(kvweave.Unsupported, match="int4"):
         Runner(llama, heads=runner.heads, kv_dtype="int4", **small)
     with pytest.raises(kvweave.Unsupported, match="kv_dtype: expected a runner without speculate"):

@@ -5,7 +5,8 @@ elsewhere. So the queries of its steps are kept, and every few steps they are sc
 which of the tokens that nobody recomputed does the model look at now? Where few of them hold much
 of the attention on reused text, or much more than before, these are recomputed between two steps,
 together with the rows behind the last segment: the question and the answer so far. Segments
-themselves never change.
+themselves never change. What of the request lies in host memory is looked at layer by layer, where
+it is, and has to come back only to be recomputed.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class Healer:
         """Scores the kept queries and heals if they say so: whether it did.
 
         # Errors
-        `OutOfMemory` when it finds no room: the request is to be released.
+        `OutOfMemory` when it finds no room, `TransferFailed` for pages that could not be had of
+        host memory: the request is to be released.
         """
         done, queries = watch.done, watch.take()
         request, pre = done.request, self.prefiller
@@ -164,7 +166,8 @@ class Healer:
         if positions.regime != done.positions.regime:
             watch.stopped = True
             return watch.refuse("frequencies")
-        kv = RequestKv(pre.heads, pre.pages, request, positions, done.kv.rotates)
+        known = pre.heads, pre.pages, request, positions, done.kv.rotates
+        kv = RequestKv(*known, host=done.kv.host)
         candidates = self._candidates(kv, watch)
         if not len(candidates):
             watch.stopped = True
@@ -227,6 +230,8 @@ class Healer:
         start, request, pre = time.perf_counter(), kv.request, self.prefiller
         rows = union(chosen, self._behind(watch, int(chosen[0]), request.length))
         try:
+            watch.done.bring_back()
+            kv.forget_copies()
             kv.own(rows, None)
         except PoolFull:
             return watch.refuse("no room")

@@ -125,11 +125,11 @@ class Runner(KnowledgeBase, Retention, HandOff):
         check_place(self.spec.dtype, self.spec.device)
         check_settings(page_tokens, chunk_tokens, mode, heads)
         over = (host_bytes, host_copies, host_dtype, host_arrivals)
-        check_host(*over, kv_dtype, mode)
+        check_host(*over, kv_dtype)
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = check_profile(profile, canary, self.spec, heads)
-        asked = {"kv_dtype": kv_dtype, "host_bytes": host_bytes}
+        asked = {"kv_dtype": kv_dtype, "host_arrivals": host_arrivals}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
         self.cache, pages, self.packed = make_pools(
             self.spec,

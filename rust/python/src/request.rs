@@ -273,10 +273,10 @@ impl KvRequest {
         self.with(py, |request| Ok(request.kv_bytes()))
     }
 
-    /// Says that the next whole blocks of a head group have their KV in the host's memory from now
-    /// on, in blocks `home` (i32 [N]) there: theirs go back, and the request holds at least `slots`
-    /// in place of all that it spilled. Entries list a block so spilled as −1 − its number at home.
-    /// Returns the pages of the slots, i32 [S].
+    /// Says that the next entries of a head group's table have their KV in the host's memory from
+    /// now on, in blocks `home` (i32 [N]) there: theirs go back, donors are let go of, and the
+    /// request holds at least `slots` in place of all that it spilled. Entries list a block so
+    /// spilled as −1 − its number at home. Returns the pages of the slots, i32 [S].
     fn spill<'py>(
         &self,
         py: Python<'py>,
@@ -299,7 +299,7 @@ impl KvRequest {
         self.with_blocks(py, |request| request.bring_back(group))
     }
 
-    /// Blocks of a head group that lie in the host's memory: its first ones.
+    /// Entries of a head group's table that lie in the host's memory: its first ones.
     fn spilled(&self, py: Python<'_>, group: Number) -> PyResult<usize> {
         let group = raised(py, group_id(group))?;
         self.with(py, |request| request.spilled(group))

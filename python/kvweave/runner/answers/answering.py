@@ -18,7 +18,6 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.healing import Healer, Healing, Watch, check_healing
 from kvweave.runner.kv.beside_drafts import refuse_beside_drafts
-from kvweave.runner.kv.beside_host import refuse_beside_host
 from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.lossy.lossy import LossyPrefiller
 from kvweave.runner.prefill.lookup import Lookup
@@ -126,7 +125,6 @@ class Answering:
         whole("max_new_tokens", max_new_tokens, 1)
         check_healing(healing)
         refuse_beside_packed(self.prefiller.packed, "healing", healing)
-        refuse_beside_host(self.prefiller.heads.host, "healing", healing)
         refuse_beside_drafts(self.decoder.drafts, "healing", healing)
         chosen: Any = Sampling() if sampling is None else sampling
         if not isinstance(chosen, Sampling):

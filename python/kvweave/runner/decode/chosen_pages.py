@@ -22,6 +22,7 @@ Where rankings of it are late, pages are spilled behind the step that ranks: see
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,7 @@ from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.decode.slot_room import Failures
 from kvweave.runner.kv.heads import HeadReads
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.tables import Int32, send, send_index
@@ -261,29 +263,29 @@ class _Budget:
         chosen late to be brought.
         """
         if self.late is not None:
-            self._bring_late(self.late, step)
-        ranked, goes_on = self.ranked[step.rows], step.positions + 1 < step.ends
+            self._bring_late(self.late, step, array)
+        ranked, goes_on = self.ranked[step.rows], step.last + 1 < step.ends
         if self.host is not None:
-            self.host.begin(step, np.flatnonzero((ranked == step.positions) & goes_on))
-        age = step.positions + 1 - ranked
+            self.host.begin(step, np.flatnonzero((ranked >= step.positions) & goes_on), array)
+        age = step.last + 1 - ranked
         soon = np.flatnonzero((ranked >= 0) & (age >= self.budget.every) & goes_on)
         if len(soon):
             self._prepare(step, soon, array)
         if self.host is not None:
-            self.host.mirror(step, np.flatnonzero(goes_on))
+            self.host.mirror(step, np.flatnonzero(goes_on), array)
 
     def _prepare(self, step: ListedStep, soon: Int64, array: Int32) -> None:
         """As `prepare`, for those of its requests that the next step ranks."""
-        spans = step.spans[soon, self.budget.group].astype(np.int64)
+        spans = step.table(soon, self.budget.group, array)
         self._follow(step.rows[soon], spans)
         # The newest entry grows no more where its page is full.
-        grows = array[spans[:, 1] - 1, 2] < self.page_tokens
+        grows = (step.last[soon] + 1) % self.page_tokens != 0
         self._bound_all(step.rows[soon], spans, spans[:, 1] - grows, array)
         if self.host is not None:
             if self.late is not None:
                 # What these have chosen before is read once more.
                 soon = soon[self.host.at_home(step, soon) == 0]
-            self._lay_anew(self.host.spill(step, soon))
+            self._lay_anew(self.host.spill(step, soon, array))
         self.ranked[step.rows[soon]] = -1
         self._kept = None
 
@@ -296,13 +298,13 @@ class _Budget:
             return np.zeros_like(some)
         return some & (self.host.at_home(step, np.arange(len(some))) > 0)
 
-    def _bring_late(self, late: LatePages, step: ListedStep) -> None:
+    def _bring_late(self, late: LatePages, step: ListedStep, array: Int32) -> None:
         """Has what a step chose late be brought; what has filled since is spilled before."""
         some = late.ranked(step)
         if not len(some) or self.host is None or self._of_late is None:
             return
         before = self.host.at_home(step, some)
-        self._lay_anew(self.host.spill(step, some))
+        self._lay_anew(self.host.spill(step, some, array))
         known = step, some, before, self.room.chosen, self._of_late
         rows = step.rows[some]
         self.ranked[rows], self.listed[rows] = late.bring(*known)
@@ -447,6 +449,24 @@ class ChosenPages:
         for group in self.groups:
             group.prepare(step, self._array)
         return any(g.room is not room for g, room in zip(self.groups, before, strict=True))
+
+    def entries_of(
+        self, spans: Int32, hosts: Sequence[Mapping[int, HostPages]]
+    ) -> tuple[Int32, Int64]:
+        """The entries of tables at spans [B · T, 2] behind one another, and how many each has.
+
+        Blocks of pages in host memory are −1 − their numbers there: see `WholeLayers`.
+        """
+        of_requests = spans.reshape(len(hosts), -1, 2)
+        parts = []
+        for host, tables in zip(hosts, of_requests.tolist(), strict=True):
+            for number, (begin, end) in enumerate(tables):
+                rows = self._array[begin:end].copy()
+                if (pages := host.get(number)) is not None:
+                    rows[: pages.count, 0] = -1 - pages.blocks()
+                parts.append(rows)
+        lengths = of_requests[:, :, 1] - of_requests[:, :, 0]
+        return np.concatenate(parts), lengths.astype(np.int64)
 
     def note(self, moved: Int64, entries: Int32) -> None:
         """Takes note of entries that a step has changed in which nobody chooses pages."""

@@ -53,9 +53,8 @@ class Decoder:
         self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        waits = any(pool.waits for pool in heads.host.values())
         # What heads choose of packed pages is said anew by the host.
-        waits |= heads.packed is not None and bool(heads.packed.heads.budgets)
+        waits = heads.waits or (heads.packed is not None and bool(heads.packed.heads.budgets))
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs
@@ -163,7 +162,13 @@ class Decoder:
             if isinstance(error, PoolFull):
                 return []
             raise
-        slots.hear(None, time.perf_counter() - start)
+        for number, failure in slots.take_failures().items():
+            # What its rows have said was computed from pages that were not there.
+            batch[number].request.truncate(known[number])
+            runs[number] = Run([], failure)
+        slots.settle()
+        with self.spec.current(), self._behind(slots):
+            slots.hear(None, time.perf_counter() - start)
         return runs
 
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:
@@ -188,7 +193,7 @@ class Decoder:
 
     def _logits(self, slots: DecodeSlots, step: Step, watched: bool) -> torch.Tensor:
         """Logits f32 [B, V] of each request's newest token."""
-        if self.graphs is not None and not any(p.waits for p in self.heads.host.values()):
+        if self.graphs is not None and not self.heads.waits and slots.whole(step) is None:
             logits, self.queries = self.graphs.logits(slots, step, watched)
             return logits
         tables = DecodeTables.of(self.rotary, slots, step)

@@ -196,6 +196,28 @@ class StepGraphs:
 
         `draw` takes logits f32 [B, V] and gives tokens i64 [B]. Both hold until the next step.
         """
+        verification, ids = self._drafts(slots, step, grid, draw)
+        logits = self._run(verification, slots.rope)[: ids.numel()]
+        return ids[:, 1:], logits
+
+    def drafts(
+        self,
+        slots: DecodeSlots,
+        step: Step,
+        grid: RoundGrid,
+        draw: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The tokens of a round that is not verified yet, i64 [B, W]: `draw` as for `round`."""
+        return self._drafts(slots, step, grid, draw)[1]
+
+    def _drafts(
+        self,
+        slots: DecodeSlots,
+        step: Step,
+        grid: RoundGrid,
+        draw: Callable[[torch.Tensor], torch.Tensor],
+    ) -> tuple[StepSize, torch.Tensor]:
+        """As `drafts`, and the size of their verification, which has them."""
         assert step.chosen is not None
         count, width = grid.positions.shape
         verification = self._size_of(slots, None, width=width)
@@ -210,8 +232,7 @@ class StepGraphs:
             if row:
                 size.take(verification, row, ids[:count, row])
             ids[:count, row + 1] = draw(self._run(size, slots.rope)[:count])
-        logits = self._run(verification, slots.rope)[: count * width]
-        return ids[:count, 1:], logits
+        return verification, ids[:count]
 
     def _size_of(
         self,

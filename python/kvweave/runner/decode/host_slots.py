@@ -157,29 +157,40 @@ class HostSlots:
                 except TransferFailed as error:
                     self.failures[row] = error
 
-    def begin(self, step: ListedStep, some: Int64) -> None:
-        """Has pages of some of a step's requests begin to be copied, which were ranked first."""
-        for number, host in self._of(step, some):
-            host.begin(step.full_pages(number, self._page_tokens))
+    def begin(self, step: ListedStep, some: Int64, array: Int32) -> None:
+        """Has pages of some of a step's requests begin to be copied, which were ranked first.
 
-    def spill(self, step: ListedStep, some: Int64) -> bool:
-        """Has pages of some of a step's requests lie in host memory, which are ranked next.
-
-        As `follow_all`.
+        `array` i32 [N, 5]: the entries as they are.
         """
         for number, host in self._of(step, some):
-            host.spill(step.full_pages(number, self._page_tokens))
+            host.begin(self._full(step, number, array))
+
+    def spill(self, step: ListedStep, some: Int64, array: Int32) -> bool:
+        """Has pages of some of a step's requests lie in host memory, which are ranked next.
+
+        As `follow_all`. `array` as for `begin`.
+        """
+        for number, host in self._of(step, some):
+            host.spill(self._full(step, number, array))
         return self.follow_all(step, some)
 
-    def mirror(self, step: ListedStep, some: Int64) -> None:
-        """Copies pages that a step has filled of some of its requests, where that is asked for."""
+    def mirror(self, step: ListedStep, some: Int64, array: Int32) -> None:
+        """Copies pages that a step has filled of some of its requests, where that is asked for.
+
+        `array` as for `begin`.
+        """
         if self.pool.mirrors:
-            filled = some[step.positions[some] % self._page_tokens == 0]
+            filled = some
+            if step.newest is None:
+                filled = some[step.positions[some] % self._page_tokens == 0]
             for number, host in self._of(step, filled):
-                host.mirror(step.full_pages(number, self._page_tokens))
+                host.mirror(self._full(step, number, array))
+
+    def _full(self, step: ListedStep, number: int, array: Int32) -> int:
+        return step.full_entries(number, self.pool.budget.group, array, self._page_tokens)
 
     def at_home(self, step: ListedStep, some: Int64) -> Int32:
-        """How many of the first pages of some of a step's requests lie at home, i32 [n]."""
+        """Of how many first entries of some of a step's requests pages lie at home, i32 [n]."""
         hosts = [step.host(number, self.pool.budget.group) for number in some.tolist()]
         return np.asarray([0 if host is None else host.count for host in hosts], np.int32)
 

@@ -18,7 +18,7 @@ back what was wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.decode.step import DecodeTables, forward, turns_of
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.tables import send
+from kvweave.runner.kv.whole_layers import WholeLayers
 from kvweave.runner.model.rope import Rotary
 
 
@@ -80,10 +81,15 @@ class Rounds:
         """
         assert step.counts is not None
         draws, grid = Draws(slots.batch, step.counts - 1), RoundGrid.of(step)
-        if self.graphs is None:
-            drafted, logits = self._computed(slots, step, grid, draws)
-        else:
+        whole = slots.whole(step)
+        if self.graphs is None or slots.heads.waits:
+            drafted, logits = self._computed(slots, step, grid, draws, whole)
+        elif whole is None:
             drafted, logits = self.graphs.round(slots, step, grid, draws.drafted)
+        else:
+            ids = self.graphs.drafts(slots, step, grid, draws.drafted)
+            reads = _RoundReads(self.rotary, slots, step, whole)
+            drafted, logits = ids[:, 1:], self._verified(reads, ids, grid)
         picked = draws.verified(logits, grid.width)
         both = torch.cat((drafted, picked), 1).cpu().numpy()
         parts = both[:, : grid.width - 1], both[:, grid.width - 1 :]
@@ -93,19 +99,28 @@ class Rounds:
             _settle(slots.batch[number], int(grid.positions[number, 0]), run)
         return runs
 
+    def _verified(self, reads: _RoundReads, ids: torch.Tensor, grid: RoundGrid) -> torch.Tensor:
+        """Logits f32 [B · W, V] of all rows, ids i64 [B, W], launch by launch."""
+        tables = reads.verification(ids, grid)
+        return forward(self.spec, self.pages, tables, reads.slots.rope, self.workspace)
+
     def _computed(
-        self, slots: DecodeSlots, step: Step, grid: RoundGrid, draws: Draws
+        self,
+        slots: DecodeSlots,
+        step: Step,
+        grid: RoundGrid,
+        draws: Draws,
+        whole: WholeLayers | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts i64 [B, W − 1] and the logits f32 [B · W, V] of all rows, launch by launch."""
-        reads = _RoundReads(self.rotary, slots, step)
+        reads = _RoundReads(self.rotary, slots, step, whole)
         ids = torch.from_numpy(grid.tokens).to(self.spec.device, torch.int64)
         asked = slots.rope, self.workspace
         for row in range(grid.width - 1):
             tables = reads.draft(ids[:, row].contiguous(), grid, row)
             logits = forward(self.spec, self.pages, tables, *asked)
             ids[:, row + 1] = draws.drafted(logits)
-        logits = forward(self.spec, self.pages, reads.verification(ids, grid), *asked)
-        return ids[:, 1:], logits
+        return ids[:, 1:], self._verified(reads, ids, grid)
 
     def _run(self, draws: Draws, number: int, drafted: Int64, picked: Int64) -> Run:
         """What a request says: picked [B, W] as far as drafted [B, W − 1] was right."""
@@ -127,8 +142,11 @@ class Rounds:
 class _RoundReads:
     """What the rows of a round read, where no graph knows it: made once for all of them."""
 
-    def __init__(self, rotary: Rotary, slots: DecodeSlots, step: Step) -> None:
+    def __init__(
+        self, rotary: Rotary, slots: DecodeSlots, step: Step, whole: WholeLayers | None = None
+    ) -> None:
         assert step.chosen is not None
+        self.whole = whole
         self.rotary = rotary
         self.slots = slots
         self.device = slots.spec.device
@@ -161,7 +179,8 @@ class _RoundReads:
         to = grid.slots.reshape(len(grid.slots), -1, 2)
         positions, places, splits = send(self.device, at, np.ascontiguousarray(to), rows)
         known = positions, places, self.entries, self.offsets, turns_of(self.rotary, at)
-        return DecodeTables(ids.view(-1), *known, self.slots.reach, row_offsets=splits)
+        tables = DecodeTables(ids.reshape(-1), *known, self.slots.reach, row_offsets=splits)
+        return replace(tables, whole=self.whole)
 
 
 def _settle(sequence: Decoding, known: int, run: Run) -> None:

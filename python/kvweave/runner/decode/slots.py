@@ -29,6 +29,7 @@ from kvweave.runner.decode.reads import StepReach, StepReads
 from kvweave.runner.decode.sampling import Int64, is_greedy
 from kvweave.runner.kv.heads import HeadReads, Promoted
 from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.whole_layers import WholeLayers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class StepRows:
 
 
 _REQUEST = attrgetter("request")
+
+
+def _is_spilled(sequence: Decoding) -> bool:
+    return any(pages.count for pages in sequence.host.values())
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class DecodeSlots:
         self._said: Int32 | None = None
         # What the last step said of the batch, for the next one's rankings.
         self._listed: ListedStep | None = None
+        # What the last step reads as a whole, where it does.
+        self._whole: WholeLayers | None = None
         self._requests: list[KvRequest] = []
         self._numbers = np.zeros(0, np.int32)
         # Of each row: its tokens when it is done, and what it said last while `_said` is known.
@@ -239,6 +246,7 @@ class DecodeSlots:
         self.entries = chosen.fit(self.entries, made.entries, rows)
         if self.heads.verified and counts is None:
             chosen.note(made.places, made.moved)
+            self._listed = None
             return None
         first, growing = made.positions, np.ones(len(self.batch), np.int64)
         if counts is not None:
@@ -248,9 +256,28 @@ class DecodeSlots:
         of_batch = self._numbers, first, self._ends, made.spans
         hosts = [sequence.host for sequence in self.batch]
         listed = ListedStep(*of_batch, made.places, made.moved, growing, hosts)
-        # What a round leaves is known when it has ended.
-        self._listed = listed if counts is None else None
+        if counts is None or self.heads.host:
+            self._listed = listed
         return chosen.step(listed)
+
+    def settle(self) -> None:
+        """Takes in what a round has left of its tokens: the next one goes on behind that."""
+        if self._listed is not None:
+            lengths = [request.length for request in self._requests]
+            self._listed = self._listed.left(np.asarray(lengths, np.int32))
+
+    def whole(self, step: Step) -> WholeLayers | None:
+        """What a step reads that reads all pages; None where all of it lies on the device.
+
+        Or where heads read what they have chosen.
+        """
+        self._whole = None
+        all_pages = step.chosen is None or step.counts is not None
+        if self.chosen is not None and all_pages and any(map(_is_spilled, self.batch)):
+            hosts = [sequence.host for sequence in self.batch]
+            made = self.chosen.entries_of(step.made.spans, hosts)
+            self._whole = WholeLayers(self.heads, self.pages, *made)
+        return self._whole
 
     def prepare(self) -> bool:
         """Does of the next step what need not wait for it: see `ChosenPages.prepare`."""
@@ -264,11 +291,12 @@ class DecodeSlots:
 
         What a step says for them is nothing.
         """
+        whole, self._whole = self._whole, None
+        found = {} if whole is None else dict(whole.failed)
         failures = {} if self.chosen is None else self.chosen.take_failures()
-        if not failures:
-            return {}
-        numbers = enumerate(self._numbers.tolist())
-        return {number: failures[row] for number, row in numbers if row in failures}
+        numbers = enumerate(self._numbers.tolist()) if failures else ()
+        found.update((number, failures[row]) for number, row in numbers if row in failures)
+        return found
 
     def chosen_tables(self, step: ChosenStep) -> ChosenTables:
         """What top-K heads read in steps that find on the device what this one does."""

@@ -15,6 +15,7 @@ from kvweave.runner.decode.packed_reads import PackedStep
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
 from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.whole_layers import WholeLayers
 from kvweave.runner.model.layer import RowGrid, finish, project
 from kvweave.runner.model.model_spec import ModelSpec
 from kvweave.runner.model.rope import Rotary, Turns
@@ -30,6 +31,7 @@ class DecodeTables:
     of them is nobody's, see `reads`. `chosen`: what layers with top-K heads read instead.
     `packed`: what all heads read besides. `row_offsets` i32 [B + 1]: of a verification, where a
     request's rows begin and end; ids, positions, slots and turns are those of all rows then.
+    `whole`: what all heads read where some of it lies in host memory.
     """
 
     ids: torch.Tensor
@@ -42,6 +44,7 @@ class DecodeTables:
     chosen: ChosenTables | None = None
     packed: PackedStep | None = None
     row_offsets: Table | None = None
+    whole: WholeLayers | None = None
 
     @staticmethod
     def of(rotary: Rotary, slots: DecodeSlots, step: Step) -> DecodeTables:
@@ -64,19 +67,23 @@ class DecodeTables:
         if slots.packed is not None and slots.packed.are_read(made.positions):
             packed = slots.packed.step(positions, made.positions)
         known = ids, positions, places, entries, splits, turns, slots.reach
-        return DecodeTables(*known, chosen, packed)
+        return DecodeTables(*known, chosen, packed, whole=slots.whole(step))
 
     def read(
-        self, layer: int, q: torch.Tensor, workspace: Workspace | None
-    ) -> tuple[Table, Table, Reach]:
-        """The entries, offsets and reach by which rows of queries q [B, H, D] read a layer.
+        self, layer: int, q: torch.Tensor, pages: torch.Tensor, workspace: Workspace | None
+    ) -> tuple[torch.Tensor, Table, Table, Reach]:
+        """Pages, and the entries, offsets and reach by which rows of queries q [B, H, D] read them.
 
-        Heads that are to choose anew do so by these queries.
+        Of a layer whose K, V are written into the arena's `pages`. Heads that are to choose anew do
+        so by these queries.
         """
+        if self.whole is not None:
+            whole = self.whole.layer(self.reach.writes[layer].heads)
+            return whole.pages, whole.entries, whole.offsets, whole.reach
         reach = self.reach.chosen[layer]
         if self.chosen is None or reach is None:
-            return self.entries, self.offsets, self.reach.reads[layer]
-        return *self.chosen.read(layer, q, workspace), reach
+            return pages, self.entries, self.offsets, self.reach.reads[layer]
+        return pages, *self.chosen.read(layer, q, workspace), reach
 
 
 def turns_of(rotary: Rotary, places: Int32) -> Turns:
@@ -115,8 +122,8 @@ def forward(
             queries[index].copy_(q)
         ops.write_pages(pages, index, k, v, tables.slots, reach=reach.writes[index])
         heads, scale, softcap = spec.kv_heads, layer.scale, layer.softcap
-        entries, offsets, read = tables.read(index, q, workspace)
-        kv = ops.PagedKv(pages, index, heads, scale, rope, None, softcap, read)
+        where, entries, offsets, read = tables.read(index, q, pages, workspace)
+        kv = ops.PagedKv(where, index, heads, scale, rope, None, softcap, read)
         called = q, tables.positions, entries, kv
         rows = tables.row_offsets
         known: Any = {"entry_offsets": offsets, "workspace": workspace}

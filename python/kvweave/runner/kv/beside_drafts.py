@@ -11,7 +11,7 @@ from kvweave.runner.model.rope import Rotary
 
 NOT_BESIDE_DRAFTS = {
     "kv_dtype": "a round is verified over exact pages alone",
-    "host_bytes": "a verification reads all pages on the device",
+    "host_arrivals": "a verification waits for all pages, so a draft gains nothing by some",
     "healing": "what it watches are steps of one token",
     "model": "frequencies of RoPE that change with the length differ between the rows of a round",
 }
@@ -31,7 +31,8 @@ def check_speculate(
         return 0
     drafts = whole("speculate", speculate, 1, max(1, page_tokens - 1))
     for what, got in asked.items():
-        refuse_beside_drafts(drafts, what, got)
+        # Exact arrivals are what there is where nobody asks.
+        refuse_beside_drafts(drafts, what, None if got == "exact" else got)
     if heads is None:
         raise InvalidArgument("speculate: expected a head map with top_k heads, got none")
     return drafts

@@ -7,9 +7,7 @@ from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.beside import refuse
 
 NOT_BESIDE_HOST = {
-    "kv_dtype": "packed pages stay on the device",
-    "mode": "segments that are read where they lie keep their pages on the device",
-    "healing": "what it looks at and writes again are all pages of an answer, every few tokens",
+    "kv_dtype": "a packed block has the pages of all heads, of those too that read everything",
 }
 """By the argument or call that asks for it: why pages in host memory do not serve it."""
 
@@ -20,7 +18,6 @@ def check_host(
     host_dtype: object,
     host_arrivals: object,
     kv_dtype: object,
-    mode: str,
 ) -> None:
     """Raises for what a runner is asked for of host memory, and beside it.
 
@@ -44,7 +41,6 @@ def check_host(
     if host_arrivals == "late" and host_bytes is None:
         raise InvalidArgument("host_arrivals: expected host_bytes beside late, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
-    refuse_beside_host(host_bytes, "mode", mode if mode == "share" else None)
 
 
 def refuse_beside_host(host: object, what: str, got: object = "one") -> None:

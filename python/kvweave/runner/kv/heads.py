@@ -135,6 +135,11 @@ class HeadReads:
             self._ranked[layer] = found
         return self._ranked[layer]
 
+    @property
+    def waits(self) -> bool:
+        """Whether the host copies pages of host memory that a GPU would read: see `HostPool`."""
+        return any(pool.waits for pool in self.host.values())
+
     @cached_property
     def classes(self) -> Int32:
         """Window (0: full) and sink of every (layer, KV head) as the map has them: [L, G, 2]."""
@@ -169,12 +174,12 @@ class HeadReads:
         if promoted not in self._made:
             _make_room(self._made, _MOST_PROMOTED)
             self._made[promoted] = [
-                Reach(request.tables, self._prefill_rows(request, layer))
+                Reach(request.tables, self.prompt_rows(request, layer))
                 for layer in range(len(self.spec.layers))
             ]
         return self._made[promoted]
 
-    def _prefill_rows(self, request: KvRequest, layer: int) -> Int32:
+    def prompt_rows(self, request: KvRequest, layer: int) -> Int32:
         """The head rows of a layer as rows of a prompt read by them."""
         rows = self.narrowed(request.head_rows(layer), layer)
         if self.packed is not None:

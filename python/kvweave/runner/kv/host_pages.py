@@ -1,10 +1,15 @@
 """The pages of one request that lie in the host's memory while it decodes, of one head group.
 
-What is spilled are the first pages of the request's table, full ones, and never the newest. In
-their place the request holds blocks of the device as slots, into which its heads bring what they
-choose: see `HostSlots`. The first pages are many: they are copied while decoding goes on, and lie
-here once all of them have come over. Host memory that is full spills nothing: pages stay on the
-device then, and decoding goes on. So they do where a copy to the host fails for good.
+What is spilled are the pages that the first entries of the request's table list, full ones, and
+never the newest. In their place the request holds blocks of the device as slots, into which its
+heads bring what they choose: see `HostSlots`. The first pages are many: they are copied while
+decoding goes on, and lie here once all of them have come over. Host memory that is full spills
+nothing: pages stay on the device then, and decoding goes on. So they do where a copy to the host
+fails for good.
+
+Segments that are read where they lie have entries in pages of others. These are copied as they lie
+there, and read here at the same distance from their positions: the request lets go of the pages,
+and who else reads or keeps them still has them.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 import numpy as np
+import numpy.typing as npt
 
 from kvweave.cache import KvRequest
 from kvweave.errors import OutOfMemory, PoolFull, TransferFailed
@@ -24,7 +30,7 @@ _STAYS = (PoolFull, OutOfMemory, TransferFailed)
 
 
 class HostPages:
-    """Pages of one head group of a request: the first `count` of its table lie in `pool`.
+    """Pages of one head group of a request: those of the first `count` entries lie in `pool`.
 
     `home` holds their blocks there, none while there are none. `slots` i32 [S]: where the slots on
     the device begin.
@@ -36,32 +42,43 @@ class HostPages:
         self.count = 0
         self.home: KvRequest | None = None
         self.slots: Int32 = np.zeros(0, np.int32)
-        # Pages that have been copied, or are being: `_coming` then says when all are there.
+        # Of entries whose pages have been copied, or are being, where that is: `_coming` then says
+        # when all are there. Entries of one page have one block.
+        self._at: Int32 = np.zeros(0, np.int32)
+        # Blocks of `home` that are taken by them.
         self._copied = 0
         self._coming: Arrival | None = None
         # When what was last chosen lies in the slots, where a step has not waited for it yet.
         self._arriving: Arrival | None = None
 
-    def begin(self, pages: int) -> None:
-        """Copies the first pages beside whatever else the device does: see `spill`.
+    def begin(self, entries: int) -> None:
+        """Copies the pages of first entries beside whatever else the device does: see `spill`.
 
         All of them have their KV. Nothing is done where that would not take less of the device,
         where there is no room, or where it has been done before.
         """
-        if self._copied or pages <= self.pool.slots:
+        if len(self._at) or not self._frees(entries):
             return
         try:
-            self._coming = self._copy(pages, aside=True)
+            self._coming = self._copy(entries, aside=True)
         except _STAYS:
             self._leave_home()
 
-    def spill(self, pages: int) -> None:
-        """Has the first pages lie here, if that takes less of the device and there is room.
+    def _frees(self, entries: int) -> bool:
+        """Whether the first entries take more pages of the device than their slots would."""
+        slots = self.pool.slots
+        if entries <= slots:
+            return False
+        rows = blocks_of(self.request, self.pool.budget.group)[:entries]
+        return len(np.unique(rows)) > slots
+
+    def spill(self, entries: int) -> None:
+        """Has the pages of first entries lie here, if that takes less of the device.
 
         All of them have their KV. What finds no room stays where it is, and so does everything
         while the first ones are on their way.
         """
-        if pages <= (self.count or self.pool.slots):
+        if not self._leaves(entries):
             return
         if self._coming is not None:
             if not self.count and not self._coming.is_there():
@@ -69,60 +86,66 @@ class HostPages:
             # Of pages that were mirrored since, the newest may still be on their way.
             self._coming.wait()
             self._coming = None
-        pages = self._there(pages)
-        if pages > (self.count or self.pool.slots) and self._let_go(pages):
-            self.count = pages
+        entries = self._there(entries)
+        if self._leaves(entries) and self._let_go(entries):
+            self.count = entries
         elif not self.count:
             self._leave_home()
 
-    def _let_go(self, pages: int) -> bool:
-        """Gives back the first pages' blocks of the device for slots; whether there were any.
+    def _leaves(self, entries: int) -> bool:
+        """Whether anything is to be spilled up to so many entries."""
+        return entries > self.count if self.count else self._frees(entries)
+
+    def _let_go(self, entries: int) -> bool:
+        """Gives back the first entries' blocks of the device for slots; whether there were any.
 
         Not before they lie here: others may write what is given back.
         """
-        blocks = self._rows()[self.count : pages]
+        blocks = np.ascontiguousarray(self._at[self.count : entries])
         try:
             self.slots = self.request.spill(self.pool.budget.group, blocks, self.pool.slots)
         except PoolFull:
             return False
         return True
 
-    def _there(self, pages: int) -> int:
-        """How many of the first pages lie here, once those that did not have been copied."""
-        if pages > self._copied:
+    def _there(self, entries: int) -> int:
+        """Of how many first entries the pages lie here, once others have been copied."""
+        if entries > len(self._at):
             # Where these find no room the others may go all the same.
             with suppress(*_STAYS):
-                self._copy(pages)
-        return min(pages, self._copied)
+                self._copy(entries)
+        return min(entries, len(self._at))
 
-    def mirror(self, pages: int) -> None:
-        """Copies what of the first pages was not copied before, beside whatever else goes on.
+    def mirror(self, entries: int) -> None:
+        """Copies what of first entries was not copied before, beside whatever else goes on.
 
         Also where nothing will be spilled. What finds no room is copied when it is spilled.
         """
-        if pages <= self._copied:
+        if entries <= len(self._at):
             return
         try:
-            self._coming = self._copy(pages, aside=True)
+            self._coming = self._copy(entries, aside=True)
         except _STAYS:
-            if not self._copied:
+            if not len(self._at):
                 self._leave_home()
 
-    def _copy(self, pages: int, aside: bool = False) -> Arrival | None:
-        """Copies the pages up to so many that were not copied before.
+    def _copy(self, entries: int, aside: bool = False) -> Arrival | None:
+        """Copies the pages of entries up to so many that were not copied before, each once.
 
         # Errors
         `PoolFull` without room for them here, `OutOfMemory` where the host has no memory for that;
         `TransferFailed`.
         """
-        blocks = self._booked(pages)[self._copied :]
+        rows = blocks_of(self.request, self.pool.budget.group)[len(self._at) : entries]
+        here, of_entry = _distinct(rows)
+        blocks = self._booked(len(here))
         self.pool.reserve(blocks)
-        here = blocks_of(self.request, self.pool.budget.group)[self._copied : pages]
         arrival = self.pool.copy_aside(here, blocks) if aside else None
         if not aside:
             self.pool.carry_blocks(here, blocks, "spill")
         self.pool.transfers.copied += len(blocks)
-        self._copied = pages
+        self._copied += len(blocks)
+        self._at = np.append(self._at, blocks[of_entry])
         return arrival
 
     def expect(self, arrival: Arrival) -> None:
@@ -150,10 +173,10 @@ class HostPages:
             return
         self.settle()
         group = self.pool.budget.group
-        home = self.blocks()
+        home, first = np.unique(self.blocks(), return_index=True)
         self.request.bring_back(group)
         try:
-            here = blocks_of(self.request, group)[: self.count]
+            here = blocks_of(self.request, group)[first]
             self.pool.carry_blocks(here, home, "fetch")
         except BaseException:
             self.request.release()
@@ -161,31 +184,35 @@ class HostPages:
         finally:
             self._leave_home()
 
-    def blocks(self) -> Int32:
-        """Where the pages lie in the pool, i32 [count]."""
-        return self._rows()[: self.count]
+    def forget_copies(self) -> None:
+        """Lets go of copies of what lies on the device, where it is to be written anew."""
+        if not self.count:
+            self._leave_home()
 
-    def _rows(self) -> Int32:
-        return np.zeros(0, np.int32) if self.home is None else blocks_of(self.home)
+    def blocks(self) -> Int32:
+        """Where the pages of the first `count` entries lie in the pool, i32 [count]."""
+        return self._at[: self.count]
 
     def _booked(self, pages: int) -> Int32:
-        """Blocks of the pool for so many pages, i32 [pages].
+        """Blocks of the pool for so many pages more than were copied, i32 [pages].
 
         # Errors
         `PoolFull` without room for all of them.
         """
-        cache = self.pool.cache
-        tokens = self.request.tokens[: pages * cache.shape.page_tokens]
+        cache, wanted = self.pool.cache, self._copied + pages
+        # More than are copied may be there, of a time that the device refused.
+        held = 0 if self.home is None else self.home.length // cache.shape.page_tokens
+        room = np.zeros(max(0, wanted - held) * cache.shape.page_tokens, np.int32)
         if self.home is None:
-            self.home = cache.admit(tokens, reuse="none")
-        elif len(tokens) > self.home.length:
-            # More than are spilled may be there, of a time that the device refused.
-            self.home.append(tokens[self.home.length :])
-        return self._rows()[:pages]
+            self.home = cache.admit(room, reuse="none")
+        elif len(room):
+            self.home.append(room)
+        return blocks_of(self.home)[self._copied : wanted]
 
     def _leave_home(self) -> None:
         self.settle()
         self.count = self._copied = 0
+        self._at = self._at[:0]
         self.slots = np.zeros(0, np.int32)
         if self._coming is not None:
             # Others may be given the blocks: they copy behind this.
@@ -203,3 +230,10 @@ class HostPages:
 def blocks_of(request: KvRequest, table: int = 0) -> Int32:
     """The blocks that a table of a request lists, i32 [N]."""
     return np.ascontiguousarray(request.entries(table)[:, 0])
+
+
+def _distinct(rows: Int32) -> tuple[Int32, npt.NDArray[np.intp]]:
+    """Those of rows [N] that are not equal, in the order in which they come, and which each is."""
+    _, first, which = np.unique(rows, return_index=True, return_inverse=True)
+    order = first.argsort()
+    return rows[first[order]], order.argsort()[which]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
+from kvweave.runner.kv.whole_layers import WholeLayers
 from kvweave.runner.model.rope import PositionTable
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class RequestKv:
         self._rows: RowTable | None = None
         self._asking = RowMemo[ops.Table](1)
         self._gap_end: int | None = None
+        self._whole: WholeLayers | None = None
         # What comes while the prompt is prefilled, if anything does.
         self.arrivals: Arrivals | None = None
 
@@ -250,8 +252,13 @@ class RequestKv:
         if self.is_spilled:
             for pages in self.host.values():
                 pages.bring_back()
-            self._table = self._rows = None
+            self._table = self._rows = self._whole = None
         return rounded
+
+    def forget_copies(self) -> None:
+        """Lets go of what host memory has of pages on the device, which are to be written anew."""
+        for pages in self.host.values():
+            pages.forget_copies()
 
     def release(self) -> None:
         """Gives all blocks back; safe to call twice."""
@@ -334,8 +341,22 @@ class RequestKv:
         return self.heads.whole(self.request, layer)
 
     def look(self, layer: int) -> LayerLook:
-        """A layer as probes see it."""
-        return LayerLook(self.pages, self.paged(layer), self.table, self.request.entries)
+        """A layer as probes see it, brought together where some of it lies in host memory.
+
+        # Errors
+        `TransferFailed` where that cannot be had.
+        """
+        if not self.is_spilled:
+            return LayerLook(self.pages, self.paged(layer), self.table, self.request.entries)
+        if self._whole is None:
+            parts = [self.request.entries(table) for table in range(self.request.tables)]
+            lengths = np.asarray([list(map(len, parts))])
+            self._whole = WholeLayers(self.heads, self.pages, np.concatenate(parts), lengths)
+        whole = self._whole.layer(self.heads.prompt_rows(self.request, layer))
+        for error in self._whole.failed.values():
+            raise error
+        paged = replace(self.paged(layer), cache=whole.pages, window=None, reach=whole.reach)
+        return LayerLook(whole.pages, paged, KvTable(whole.entries, whole.offsets), whole.table)
 
     @property
     def keeps_drafts(self) -> bool:

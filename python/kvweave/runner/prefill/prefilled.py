@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from kvweave.arguments import shown
 from kvweave.cache import KvRequest
 from kvweave.closing import Ending
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.reused_tokens import ReusedTokens
 from kvweave.runner.model.rope import PositionTable
@@ -97,6 +98,10 @@ class Prefill(Ending):
         As an exact prefix they find no token that was decoded from a part of its pages.
         """
         if self.lookup.remember:
+            if self.lookup.late:
+                # Nothing of it was said before. Without room nobody finds it.
+                with suppress(PoolFull):
+                    self.bring_back()
             length = self.request.length
             exact = self.exact and self.kv.heads.reads_all(self.request)
             self.kv.commit(length, length if exact else self.exact_tokens)

@@ -35,8 +35,9 @@ pub(super) struct Holding {
     pub(super) private: WritableBlocks<Index>,
     /// Private blocks that are in no table yet.
     pub(super) spare: WritableBlocks<Index>,
-    /// Grid blocks at the start whose KV lies in the host's memory.
+    /// Entries at the start whose KV lies in the host's memory, and the tokens that these list.
     pub(super) spilled: usize,
+    pub(super) away: usize,
     /// Private blocks in their place, which no table lists.
     pub(super) slots: WritableBlocks<Index>,
     /// Blocks that were copied away from, held until the copies are done.
@@ -66,6 +67,7 @@ impl Holding {
             private: WritableBlocks::adopt(store, Vec::new()),
             spare: WritableBlocks::adopt(store, Vec::new()),
             spilled: 0,
+            away: 0,
             slots: WritableBlocks::adopt(store, Vec::new()),
             replaced: Vec::new(),
             donors: SharedBlocks::adopt(store, Vec::new()),
@@ -88,6 +90,7 @@ impl Holding {
             private: self.private.fork(),
             spare: WritableBlocks::adopt(store, Vec::new()),
             spilled: 0,
+            away: 0,
             slots: WritableBlocks::adopt(store, Vec::new()),
             replaced: Vec::new(),
             donors: self.donors.clone(),

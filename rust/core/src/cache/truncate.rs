@@ -21,17 +21,20 @@ impl Request {
     ///
     /// # Errors
     /// `OutOfRange` for more tokens than there are, fewer than the prompt has, or, where a head
-    /// group has a window, fewer than it had when the newest were appended; `NotWritable` where
-    /// some were committed; `InvalidArgument` if copies have not been taken, the prompt is still
-    /// computed in chunks, or some KV was spilled. Nothing has changed then.
+    /// group has a window, fewer than it had when the newest were appended, or fewer than lie in
+    /// the host's memory and a token more; `NotWritable` where some were committed;
+    /// `InvalidArgument` if copies have not been taken, or the prompt is still computed in chunks.
+    /// Nothing has changed then.
     ///
     /// [`DecodeRows`]: super::DecodeRows
     pub fn truncate(&mut self, len: usize) -> Result<(), Error> {
         self.copies_taken("truncate")?;
         self.chunks_done("truncate")?;
-        self.resident("truncate")?;
+        let away = self.holdings.iter().map(|held| held.away).max().unwrap_or(0);
         let windows = self.holdings.iter().any(|held| held.window.is_some());
         let least = if windows { self.front.max(self.plan.tokens) } else { self.plan.tokens };
+        // What comes next is written behind whole blocks that were spilled.
+        let least = if away > 0 { least.max(away + 1) } else { least };
         if len < least || len > self.len() {
             let expected = format!("{least} <= tokens <= {}", self.len());
             return Err(Error::out_of_range("truncate", expected, len));

@@ -4,7 +4,7 @@
 //! Grid block b holds positions [bP, (b+1)P). A donor range (share mode) covers positions whose
 //! KV is read from a block on the donor's grid; it takes precedence over the grid block. A window
 //! group has no block where it keeps nothing. A grid block whose KV lies in the host's memory has
-//! none either, and in place of its page −1 − its number there.
+//! none either, nor a donor range, and in place of its page −1 − its number there.
 
 use std::ops::Range;
 
@@ -30,6 +30,15 @@ impl DonorRange {
         let begin = self.begin + (start - self.start) as u32;
         DonorRange { start, end: self.end.min(range.end), begin, ..self }
     }
+}
+
+/// Where the positions of one entry lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Listed {
+    /// In a grid block.
+    Grid(usize),
+    /// In a donor range, by its number in order.
+    Donor(usize),
 }
 
 /// The block table of one request in one head group.
@@ -119,6 +128,11 @@ impl BlockTable {
         self.block(b).is_none() && at < range.end
     }
 
+    /// Puts another block in place of a donor range's, or of what stood for it.
+    pub(crate) fn set_donor(&mut self, number: usize, donor: BlockId, page: i32) {
+        (self.donors[number].donor, self.donors[number].page) = (donor, page);
+    }
+
     /// Appends a donor range; they come in order of position.
     pub(crate) fn push_donor(&mut self, donor: DonorRange) {
         self.donors.push(donor);
@@ -156,20 +170,35 @@ impl BlockTable {
     /// `entries` rows `[block, begin, end, position, delta]` of what is stored of [0, len).
     pub(crate) fn entries(&self, len: usize) -> Vec<[i32; 5]> {
         let mut entries = Vec::with_capacity(self.len() + 2 * self.donors.len());
+        self.each_listed(len, |listed, range| {
+            let (page, begin, delta) = match listed {
+                Listed::Grid(b) => (self.page(b), range.start - b * self.page_tokens, 0),
+                Listed::Donor(number) => {
+                    let donor = self.donors[number];
+                    (donor.page, donor.begin as usize, donor.delta)
+                }
+            };
+            let end = begin + range.len();
+            entries.push([page, begin as i32, end as i32, range.start as i32, delta]);
+        });
+        entries
+    }
+
+    /// Where what [`Self::entries`] lists lies, in the same order, and the positions of each.
+    pub(crate) fn listed(&self, len: usize) -> Vec<(Listed, Range<usize>)> {
+        let mut all = Vec::with_capacity(self.len() + 2 * self.donors.len());
+        self.each_listed(len, |listed, range| all.push((listed, range)));
+        all
+    }
+
+    fn each_listed(&self, len: usize, mut each: impl FnMut(Listed, Range<usize>)) {
         let mut at = 0;
-        for donor in self.donors_in(0..len) {
-            self.grid_entries(at..donor.start, &mut entries);
-            entries.push([
-                donor.page,
-                donor.begin as i32,
-                donor.begin as i32 + (donor.end - donor.start) as i32,
-                donor.start as i32,
-                donor.delta,
-            ]);
+        for (number, donor) in self.donors_in(0..len).enumerate() {
+            self.each_on_grid(at..donor.start, &mut each);
+            each(Listed::Donor(number), donor.start..donor.end);
             at = donor.end;
         }
-        self.grid_entries(at..len, &mut entries);
-        entries
+        self.each_on_grid(at..len, &mut each);
     }
 
     /// The entry of position `len` − 1, which no donor covers, as [`Self::entries`] has it last;
@@ -183,15 +212,13 @@ impl BlockTable {
         Some([self.page(b), begin, end, start as i32, 0])
     }
 
-    fn grid_entries(&self, range: Range<usize>, entries: &mut Vec<[i32; 5]>) {
+    fn each_on_grid(&self, range: Range<usize>, each: &mut impl FnMut(Listed, Range<usize>)) {
         let mut at = range.start;
         while at < range.end {
             let b = at / self.page_tokens;
             let end = range.end.min((b + 1) * self.page_tokens);
             if self.block(b).is_some() || self.page(b) < 0 {
-                let first = b * self.page_tokens;
-                let page = self.page(b);
-                entries.push([page, (at - first) as i32, (end - first) as i32, at as i32, 0]);
+                each(Listed::Grid(b), at..end);
             }
             at = end;
         }

@@ -3,5 +3,5 @@
 mod block_table;
 mod reuse;
 
-pub(crate) use block_table::{BlockTable, DonorRange, donors_in};
+pub(crate) use block_table::{BlockTable, DonorRange, Listed, donors_in};
 pub use reuse::{Outcome, PlanSpan, ReusePlan, SegmentSource};

@@ -108,6 +108,11 @@ impl<I> SharedBlocks<I> {
         &self.blocks
     }
 
+    /// Adds blocks that are held under the lock.
+    pub(crate) fn extend(&mut self, blocks: &[BlockId]) {
+        self.blocks.extend_from_slice(blocks);
+    }
+
     /// Takes some of the blocks out of the guard; they stay held, and whoever called gives them
     /// back under the lock.
     pub(crate) fn part_with(&mut self, given: &[BlockId]) -> Vec<BlockId> {

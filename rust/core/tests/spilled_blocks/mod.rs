@@ -1,6 +1,8 @@
 //! Spills blocks of requests on a simulated arena, where pages below 0 are the host's, and brings
 //! them back.
 
+use std::collections::HashMap;
+
 use kvweave_core::{ErrorKind, GroupId, KvCache, Request};
 
 use crate::simulated_arena::Arena;
@@ -41,29 +43,40 @@ fn spoil(cache: &KvCache, arena: &mut Arena, group: GroupId, block: i32) {
     }
 }
 
-/// Spills so many blocks, for so many slots at least, whose content is nobody's from then on.
-/// `home`: the first block of the host's memory that was never given.
+/// Spills the blocks of so many entries, for so many slots at least, whose content is nobody's from
+/// then on. `home`: the first block of the host's memory that was never given.
 pub fn spill(
     cache: &KvCache,
     arena: &mut Arena,
     request: &mut Request,
     home: &mut i32,
-    (blocks, slots): (usize, usize),
+    (entries, slots): (usize, usize),
 ) {
     let Some(group) = whole_group(cache) else { return };
-    let (first, page) = (request.spilled(group).unwrap(), cache.config().shape.page_tokens());
-    if (first + blocks) * page as usize >= request.len() {
-        return;
-    }
-    // A block has up to eight pages, of which the last has the lowest number.
-    let numbers: Vec<i32> = (0..blocks as i32).map(|n| *home + 8 * n + 7).collect();
-    *home += 8 * blocks as i32;
+    let (first, page) =
+        (request.spilled(group).unwrap(), cache.config().shape.page_tokens() as i32);
     let table = request.entries_of(usize::from(group.0)).unwrap();
+    let before = (request.len() as i32 - 1) / page * page;
+    let may = |entry: &&[i32; 5]| entry[3] + entry[2] - entry[1] <= before;
+    let going: Vec<[i32; 5]> =
+        table[first..].iter().take_while(may).take(entries).copied().collect();
+    // A block has up to eight pages, of which the last has the lowest number. Entries of one block
+    // have one number.
+    let mut of_page = HashMap::new();
+    let numbers: Vec<i32> = going
+        .iter()
+        .map(|entry| {
+            *of_page.entry(entry[0]).or_insert_with(|| {
+                *home += 8;
+                *home - 1
+            })
+        })
+        .collect();
     let stats = cache.stats();
     match request.spill(group, &numbers, slots) {
         Ok(pages) => {
             assert!(pages.len() >= slots);
-            for (entry, &number) in table[first..].iter().zip(&numbers) {
+            for (entry, &number) in going.iter().zip(&numbers) {
                 carry(cache, arena, group, (entry[0], -1 - number));
             }
             pages.iter().for_each(|&page| spoil(cache, arena, group, page));
