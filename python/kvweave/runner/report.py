@@ -124,6 +124,28 @@ class PackingReport:
 
 
 @dataclass
+class PackedReport:
+    """How the full pages of a prompt were packed: so many of them.
+
+    `beside`: layer by layer, each while the layers behind it were computed. `behind`: all layers at
+    once, when their rows were done. `why`: what went wrong at the latest layer that was to be
+    packed beside others and was not; its pages were packed behind their rows then.
+    """
+
+    beside: int = 0
+    behind: int = 0
+    why: str = ""
+
+    def note(self, pages: int, beside: bool, why: str) -> None:
+        """Takes note of some pages."""
+        if beside:
+            self.beside += pages
+        else:
+            self.behind += pages
+        self.why = why or self.why
+
+
+@dataclass
 class SpeculationReport:
     """What came of drafting, for one answer.
 
@@ -160,9 +182,9 @@ class Report:
     `canary`: of a request that was drawn for comparison. `speculation`: of an answer that a runner
     with `speculate` has decoded. `documents`: where the KV of its marked documents came from, of a
     runner with tiers and a policy that reuses them. `packing`: of a document that was encoded into
-    pages that are packed in a basis. `resumed`: how often the request gave its blocks to others
-    after its first token, and was prefilled again by what there was then; all else is of its first
-    prefill.
+    pages that are packed in a basis. `packed`: of a prompt without documents over packed pages.
+    `resumed`: how often the request gave its blocks to others after its first token, and was
+    prefilled again by what there was then; all else is of its first prefill.
     """
 
     policy: str
@@ -189,6 +211,7 @@ class Report:
     speculation: SpeculationReport | None = None
     documents: list[DocumentSource] = field(default_factory=list)
     packing: PackingReport | None = None
+    packed: PackedReport | None = None
     resumed: int = 0
 
     def __repr__(self) -> str:
@@ -235,7 +258,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the plan included."""
-        nested = ("plan", "timings", "passes", "healing", "speculation", "documents", "packing")
+        parts = ("healing", "canary", "packing", "packed", "speculation")
+        nested = ("plan", "timings", "passes", "documents", *parts)
         plain = {k: v for k, v in self.__dict__.items() if k not in nested}
         return {
             **plain,
@@ -243,10 +267,7 @@ class Report:
             "passes": [asdict(one) for one in self.passes],
             "timings": asdict(self.timings),
             "documents": [asdict(one) for one in self.documents],
-            "healing": None if self.healing is None else asdict(self.healing),
-            "canary": None if self.canary is None else asdict(self.canary),
-            "packing": None if self.packing is None else asdict(self.packing),
-            "speculation": None if self.speculation is None else asdict(self.speculation),
+            **{name: one and asdict(one) for name in parts for one in (getattr(self, name),)},
             "missed": self.missed,
             "ttft_s": self.ttft_s,
             "row_share": self.row_share,

@@ -125,7 +125,7 @@ class LayeredPool(PackedPool):
             self.by_layer.assign(layer, exact, own)
         (table,) = send(self.device, own)
         ops.pack_pages(exact, self.pages, table, pages=self.kv_heads)
-        self._bound(exact, table)
+        self.bound_exact(exact, table)
 
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:
         """Writes what blocks stand for into exact pages, all layers and KV heads."""

@@ -55,6 +55,14 @@ class Aside:
             made = self.stream.record_event(event(enable_timing=True))
             return Arrival(made, self.stream.device)
 
+    def join(self) -> None:
+        """Has the current stream do nothing more before all that is done aside by now.
+
+        The host does not wait.
+        """
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+
     def reads(self, *tensors: torch.Tensor) -> None:
         """Says that what is done aside reads these, so that nobody is given their memory before."""
         if self.stream is not None:

@@ -32,6 +32,7 @@ from kvweave.runner.kv.token_places import (
 )
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.prompt import TokenizedPrompt
+from kvweave.runner.report import PackedReport
 
 BROUGHT_PAGES = 16
 """Packed pages that are unpacked at once, of all layers, to be brought into exact pages."""
@@ -62,6 +63,7 @@ class PackedDocuments(PackedPrefix):
         rotates: bool,
     ) -> None:
         self.pool, self._cache, self.copy = pool, cache, None
+        self.report = PackedReport()
         length = len(prompt.tokens)
         self.request = pool.cache.admit(
             prompt.tokens,
@@ -163,6 +165,9 @@ class PackedDocuments(PackedPrefix):
             ops.copy_rerotate(self.pool.exact, moved, rope, kv_heads=heads)
 
     # ---- packed tokens --------------------------------------------------------------------
+
+    def expect(self, first: int, end: int) -> None:
+        """Nothing: what the prompt computes lies aside."""
 
     def reused(self, exact: int) -> int:
         """No row is left out for what packed pages have: a plan says so of each."""

@@ -22,6 +22,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
+from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import (
@@ -77,7 +78,8 @@ class PackedPool:
     decode step of the runner attends in each. `exact`: the pages [pages, 2, P, D] that they are
     packed from. `bases`: in which, of a format that has any.
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
-    of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`.
+    of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
+    where a prompt's layers are packed while it is computed; None: behind its rows.
     """
 
     layers: Sequence[LayerSpec]
@@ -89,6 +91,7 @@ class PackedPool:
     heads: PackedHeads
     bounds: torch.Tensor | None = None
     chunk_tokens: int = CHUNK_TOKENS
+    aside: Aside | None = None
 
     @property
     def device(self) -> torch.device:
@@ -152,7 +155,7 @@ class PackedPool:
             bases.assign(packs[:, 0], basis)
         (table,) = send(self.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
-        self._bound(self.exact, table)
+        self.bound_exact(self.exact, table)
 
     def bound(self, blocks: Int32, tokens: int) -> None:
         """Bounds of the blocks [N] of a text that came packed: of the keys that they stand for."""
@@ -168,11 +171,12 @@ class PackedPool:
             packs = np.column_stack((some, held, exact)).astype(np.int32)
             self.unpack(packs, pages)
             (table,) = send(self.device, packs)
-            self._bound(pages, table)
+            self.bound_exact(pages, table)
 
-    def _bound(self, exact: torch.Tensor, packs: ops.Table) -> None:
+    def bound_exact(self, exact: torch.Tensor, packs: ops.Table, pages: int | None = None) -> None:
+        """Bounds of what is packed from exact pages, of so many pages a block; None: of all."""
         if self.bounds is not None:
-            known = {"pages": self.converted_pages, "page_tokens": PAGE_TOKENS}
+            known = {"pages": pages or self.converted_pages, "page_tokens": PAGE_TOKENS}
             ops.bound_packed(exact, self.bounds, packs, **known)
 
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:
@@ -445,4 +449,5 @@ def make_packed_pool(
     if pages.bases is not None:
         bases = PoolBases(pages.bases, of, per_block, packing.basis)
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
-    return exact, PackedPool(*known, sizes.chunk(tokens))
+    aside = Aside(spec.device) if packing.beside else None
+    return exact, PackedPool(*known, sizes.chunk(tokens), aside)

@@ -21,6 +21,7 @@ from kvweave.cache import KvRequest
 from kvweave.errors import PoolFull
 from kvweave.ops import Table
 from kvweave.plan import Rows
+from kvweave.runner.kv.layer_packing import LayerPacking
 from kvweave.runner.kv.packed_pool import (
     PAGE_TOKENS,
     RECENT_TOKENS,
@@ -30,9 +31,10 @@ from kvweave.runner.kv.packed_pool import (
 )
 from kvweave.runner.kv.pool_bases import needs_steps
 from kvweave.runner.kv.states import States, merged_states
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32, RowTable, send
 from kvweave.runner.kv.turned_rows import LayerBasis, attend_turned
 from kvweave.runner.model.layer_spec import LayerSpec, Scores
+from kvweave.runner.report import PackedReport
 
 QUERY_ROWS = 64
 """Rows of a chunk whose queries are taken note of, at most."""
@@ -60,6 +62,9 @@ class PackedPrefix:
     basis: int | None = None
     """The basis that its pages are packed in, by its number in the pool; None: the shared one."""
 
+    _layers: LayerPacking | None = None
+    """What packs the pages that the rows under way fill, while these are computed."""
+
     _exact: int | None = None
     """The first token that was computed over a part of what is packed; None: no token was."""
 
@@ -75,6 +80,7 @@ class PackedPrefix:
     ) -> None:
         self.pool = pool
         self.copy: PageCopy | None = None
+        self.report = PackedReport()
         found = 0 if reuse == "none" else pool.found_prefix(tokens, namespace, regime)
         # The last token of an admission is never reused, and a prefix is taken in whole pages.
         first = tokens[: found + 1]
@@ -97,6 +103,7 @@ class PackedPrefix:
         """
         fork = copy(self)
         fork.copy, fork.request = None, self.request.fork()
+        fork.report = PackedReport()
         return fork
 
     @property
@@ -120,6 +127,28 @@ class PackedPrefix:
         pages, blocks = self.claim(request, done)
         self._convert(True, request, pages, blocks)
         self.filled(blocks)
+
+    def expect(self, first: int, end: int) -> None:
+        """Has pages that the rows [first, end) fill packed as their layers are written.
+
+        Their rows come next, and then `pack`. Where the shared basis is to be made of them yet they
+        are packed once all are there.
+        """
+        pool, unknown = self.pool, self.basis is None
+        if pool.aside is None or end < self.full_at:
+            return
+        if pool.bases is not None and unknown and pool.bases.wants_moments:
+            return
+        self._layers = LayerPacking(pool, pool.aside, (first, end), self.basis)
+
+    def written(self, request: KvRequest, layer: int, rows: RowTable) -> None:
+        """Takes note of a layer of which the request's rows have been written."""
+        if self._layers is not None:
+            self._layers.written(layer, rows, lambda: self._next_packs(request, rows))
+
+    def _next_packs(self, request: KvRequest, rows: RowTable) -> Int32:
+        pages, blocks = self.claim(request, int(rows.rows[-1]) + 1)
+        return self._packs(request, pages, blocks)
 
     def claim(self, request: KvRequest, done: int) -> tuple[npt.NDArray[np.int64], Int32]:
         """The pages that are full once `done` tokens have their KV, and blocks for them [N].
@@ -211,21 +240,34 @@ class PackedPrefix:
         """
         if not len(pages):
             return
-        pool, entries = self.pool, request.entries()
-        size = pool.exact.shape[2]
+        pool, packs = self.pool, self._packs(request, pages, blocks, tokens)
+        if not pack:
+            pool.unpack(packs, pool.exact)
+            return
+        layers, self._layers = self._layers, None
+        beside = layers is not None and layers.finish(packs)
+        if not beside:
+            pool.pack(packs, self.basis)
+        self.report.note(len(pages), beside, "" if layers is None else layers.why)
+        if self.copy is not None:
+            self.copy.add(pool.exact, packs)
+
+    def _packs(
+        self,
+        request: KvRequest,
+        pages: npt.NDArray[np.int64],
+        blocks: Int32,
+        tokens: int = PAGE_TOKENS,
+    ) -> Int32:
+        """Some pages in a row and their packed blocks [N], as `ops.pack_pages` takes them."""
+        entries, size = request.entries(), self.pool.exact.shape[2]
         end = pages[-1] * PAGE_TOKENS + tokens
         starts = np.arange(pages[0] * PAGE_TOKENS, end, size)
         at = np.searchsorted(entries[:, 3], starts)
         assert np.array_equal(entries[at, 3], starts), "what is packed lies in exact pages"
         exact = np.zeros(len(pages) * (PAGE_TOKENS // size), np.int32)
         exact[: len(at)] = entries[at, 0]
-        packs = packs_of(blocks, exact.reshape(len(pages), -1), tokens)
-        if pack:
-            pool.pack(packs, self.basis)
-            if self.copy is not None:
-                self.copy.add(pool.exact, packs)
-        else:
-            pool.unpack(packs, pool.exact)
+        return packs_of(blocks, exact.reshape(len(pages), -1), tokens)
 
     def read_in_part(self, position: int) -> None:
         """Says that the token at a position was computed over a part of what is packed.
@@ -270,6 +312,9 @@ class PackedPrefix:
 
     def release(self) -> None:
         """Gives the blocks back; safe to call twice."""
+        if self._layers is not None:
+            self._layers.join()
+            self._layers = None
         self.request.release()
 
     # ---- reading --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 
 from kvweave import ops
-from kvweave.arguments import shown, whole
+from kvweave.arguments import flag, shown, whole
 from kvweave.errors import InvalidArgument
 from kvweave.ops.packed_kv import Preset
 
@@ -26,11 +26,14 @@ class Packing:
     that the runner packs, whoever's they are; until there are enough of them nothing is rotated.
     `copy_bytes`: so much of the host's memory for exact copies of documents, from which they are
     packed once more in a basis of their own, behind whoever inserted them (MosaicKV, section 5.4).
+    `beside`: whether each layer of a prompt is packed while the layers behind it are computed
+    (section 5.2), which changes no byte; False packs what rows fill once all layers have them.
     """
 
     format: str
     basis: torch.Tensor | None = None
     copy_bytes: int = 1 << 33
+    beside: bool = True
 
     def __post_init__(self) -> None:
         given: Any = self.format
@@ -41,6 +44,7 @@ class Packing:
         if self.basis is not None and not isinstance(self.basis, torch.Tensor):
             raise InvalidArgument(f"basis: expected a tensor or None, got {shown(self.basis)}")
         whole("copy_bytes", self.copy_bytes, 0)
+        flag("beside", self.beside)
 
     @staticmethod
     def of(kv_dtype: object) -> Packing | None:

@@ -11,6 +11,7 @@ made of some tokens: those that are packed first of all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import sha256
 from math import prod
 
@@ -155,6 +156,17 @@ class PoolBases:
         """Takes note of queries, as `Moments.add_queries`, before what they read is packed."""
         assert self._moments is not None
         self._moments.add_queries(q, first=first, kv_heads=kv_heads)
+
+    def of_pages(self, number: int, first: int, count: int) -> ops.PackedBases:
+        """A basis of the pages [first, first + count) of a block, for blocks of so many pages.
+
+        All blocks are said to be packed in it.
+        """
+        return ops.PackedBases(self.bases.data[number, first : first + count][None], self._first)
+
+    @cached_property
+    def _first(self) -> torch.Tensor:
+        return torch.zeros_like(self.bases.of)
 
     def numbers(self, blocks: Int32) -> npt.NDArray[np.int32]:
         """The basis of each block [N]."""

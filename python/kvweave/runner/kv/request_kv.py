@@ -209,6 +209,11 @@ class RequestKv:
         self._table = self._rows = self._gap_end = None
         self.copy()
 
+    def expect(self, start: int, end: int) -> None:
+        """The rows of positions [start, end) come next: what they fill is packed on the way."""
+        if self.packed is not None:
+            self.packed.expect(start, end)
+
     def take_packed(self, exact: int, rows: int) -> int:
         """Goes on behind what packed pages have; the first position that is to be computed.
 
@@ -386,3 +391,5 @@ class RequestKv:
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""
         ops.write_pages(self.pages, layer, k, v, table.slots, reach=self.reach(layer))
+        if self.packed is not None:
+            self.packed.written(self.request, layer, table)

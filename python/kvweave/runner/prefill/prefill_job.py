@@ -6,6 +6,7 @@ It may stop between two chunks and go on later.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -232,6 +233,8 @@ class PrefillJob:
             at_once = to == self.tokens and to - prefix <= self._chunk
             plans = self._plans()
             if at_once or not self._chunk:
+                if not self._keep:
+                    self._kv.expect(prefix, self.tokens)
                 self._whole = executor.prefill(self._kv, self._ids, plans, self._first, prefix)
                 self.computed = self.tokens
                 return
@@ -241,6 +244,7 @@ class PrefillJob:
                 if self._lookup.at_once:
                     self._kv.commit(first, min(first, self._run.trace.exact, self._exact))
                 self._kv.advance(first, end)
+            self._kv.expect(first, end)
             self._run.compute(first, end)
             self.computed = end
 
@@ -284,6 +288,8 @@ class PrefillJob:
         if self._documents is not None:
             report.plan = self._documents.request.plan
         report.mode, report.mode_reason = self._mode
+        if self._plain and self._packed is not None:
+            report.packed = replace(self._packed.report)
         report.documents = self._sources
         if context.tiers is not None:
             seconds = self._timings.prefill_s
