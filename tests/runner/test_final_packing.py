@@ -16,6 +16,7 @@ from document_decoding import DocumentDecoding, documents, fresh
 from families import random_tokens, tiny
 from kvweave import PoolFull
 from kvweave.runner import Packing, Runner, Segment
+from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.pool_bases import FIRST_OWN
 from kvweave.runner.tiers import final_packing
 from packed_decoding import nothing_is_held, packed_runner, steps_of
@@ -234,6 +235,29 @@ def test_a_worker_that_dies_leaves_the_first_packing(
     assert again.basis == "own"
 
 
+def test_what_cannot_be_copied_leaves_the_first_packing(model: Any, monkeypatch: Any) -> None:
+    """Of the second of three chunks; the next document is copied again."""
+    runner, calls = runner_of(model), []
+
+    def fails(_aside: Aside, tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(len(tensor))
+        if len(calls) == 2:
+            raise MemoryError("no room on the host")
+        return tensor
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Aside, "on_host", fails)
+        report = runner.encode(random_tokens(LONG, 7), "long").packing
+        runner.flush()
+    assert len(calls) == 4
+    assert (report.basis, report.waiting) == ("shared", False)
+    assert report.why == "failed: no room on the host"
+    assert runner.packing_stats() == {"final": 0, "kept": 0, "failed": 1, "copied_bytes": 0}
+    again = runner.encode(random_tokens(LONG, 8), "next").packing
+    runner.flush()
+    assert again.basis == "own"
+
+
 def test_decoding_goes_on_over_the_first_packing_of_a_worker_that_dies(
     model: Any, monkeypatch: Any
 ) -> None:
@@ -294,7 +318,7 @@ def test_documents_that_are_not_copied_say_why(model: Any) -> None:
     runner.close()
     closed = runner.encode(random_tokens(LONG, 2), "closed").packing
     runner.flush()
-    assert closed.why.startswith("failed: kvweave packing: expected one that is open")
+    assert closed.why.startswith("failed: kvweave copying: expected one that is open")
     assert runner.packing_stats()["copied_bytes"] == 0
 
 

@@ -48,12 +48,24 @@ class Aside:
         if self.stream is None:
             work()
             return Arrival()
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        self.follow()
         with torch.cuda.stream(self.stream):
             work()
             event: Any = torch.cuda.Event
             made = self.stream.record_event(event(enable_timing=True))
             return Arrival(made, self.stream.device)
+
+    def follow(self) -> None:
+        """Has what is done aside from now on come behind all that the current stream has to do."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the host, copied aside; for a thread that waits for it while others go on."""
+        if self.stream is None:
+            return tensor
+        with torch.cuda.stream(self.stream):
+            return tensor.cpu()
 
     def join(self) -> None:
         """Has the current stream do nothing more before all that is done aside by now.

@@ -234,7 +234,13 @@ class PackedPool:
 
 
 def on_host(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor, Int32]:
-    """Exact pages that packs name, in a cache of their own on the host, and packs of these.
+    """As `by_themselves`, on the host."""
+    cache, copied = by_themselves(exact, packs, pages)
+    return cache.cpu(), copied
+
+
+def by_themselves(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor, Int32]:
+    """Exact pages that packs name, in a cache of their own, and packs of these.
 
     The packed blocks are those of a pool of their own, one behind the other.
     """
@@ -247,7 +253,7 @@ def on_host(exact: torch.Tensor, packs: Int32, pages: int) -> tuple[torch.Tensor
     copied[:, 0] = 1 + pages * np.arange(len(packs))
     ranks = which.reshape(len(packs), -1) - skipped
     copied[:, 2:] = np.where(ranks < 0, 0, 1 + pages * ranks)
-    return exact.index_select(0, send_index(exact.device, index)).cpu(), copied
+    return exact.index_select(0, send_index(exact.device, index)), copied
 
 
 def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.PackedFormat:

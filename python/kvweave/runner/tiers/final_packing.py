@@ -1,10 +1,11 @@
 """Documents packed twice: at once in the basis that there is, and finally in one of their own.
 
 A text's basis is known when all of it is, and by then most of its exact pages are gone. So each
-page is packed at once, and copied to the host. A thread there sums up moments as copies come,
-chooses the basis of every layer, head and side, and packs the text anew; whoever computes puts
-those bytes in the place of the others between two calls (MosaicKV, sections 5.4 and 5.5, whose
-double buffer this is). Whatever fails, the first packing stays.
+page is packed at once, and copied to the host by a thread, for which a prefill only waits where its
+next chunk is done first. A second thread sums up moments as copies come, chooses the basis of every
+layer, head and side, and packs the text anew; whoever computes puts those bytes in the place of the
+others between two calls (MosaicKV, sections 5.4 and 5.5, whose double buffer this is). Whatever
+fails, the first packing stays.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.ops.top_r_choice import lost_of
 from kvweave.plan import Rows
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, on_host
+from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, by_themselves
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import OWN_SHARE, PoolBases, needs_steps
 from kvweave.runner.kv.tables import Int32
@@ -30,7 +32,10 @@ SAMPLED_TOKENS = 4096
 """Bases are chosen by what they lose of about so many tokens of a text, evenly spread."""
 
 Part = tuple[torch.Tensor, Int32]
-"""Exact pages on the host, and the packs that name them."""
+"""Exact pages, and the packs that name them."""
+
+Queries = list[tuple[torch.Tensor, int, int]]
+"""Queries on the host, as `Moments.add_queries` takes them."""
 
 
 class FinalPacking:
@@ -42,6 +47,8 @@ class FinalPacking:
     def __init__(self, pool: PackedPool, bases: PoolBases, computing: OneThread) -> None:
         self.pool, self.bases, self.computing = pool, bases, computing
         self.worker = Worker("kvweave packing")
+        self.copier = Worker("kvweave copying")
+        self.aside = Aside(pool.device)
         # What follows is read and written by whoever has the worker's `changed`.
         self._copied = 0
         self._ended = {"final": 0, "kept": 0, "failed": 0}
@@ -82,10 +89,12 @@ class FinalPacking:
 
     def flush(self) -> None:
         """Returns when every document that was inserted is packed finally, or stays as it is."""
+        self.copier.wait()
         self.worker.wait()
 
     def close(self, most_s: float | None = None) -> None:
-        """Ends the thread after the job at hand; what was not packed finally stays as it is."""
+        """Ends the threads after the jobs at hand; what was not packed finally stays as it is."""
+        self.copier.close(finish=False, most_s=most_s)
         self.worker.close(finish=False, most_s=most_s)
 
 
@@ -99,7 +108,7 @@ class DocumentCopy:
         self.of, self.report, self.size = of, report, size
         self.parts: list[Part] = []
         # Queries that nobody has told the moments of yet, as these take them.
-        self.queries: list[tuple[torch.Tensor, int, int]] = []
+        self.queries: Queries = []
         self.moments = ops.Moments(of.pool.pages.format, of.pool.block_pages)
         pages = of.pool.block_pages
         # Σ |x − x̂|² and Σ |x|² of keys and values by page, as they are packed first.
@@ -113,11 +122,18 @@ class DocumentCopy:
     def add(self, exact: torch.Tensor, packs: Int32) -> None:
         """Copies exact pages that have been packed."""
         if self.size:
-            part = on_host(exact, packs, self.of.pool.block_pages)
-            self.parts.append(part)
+            # Beside the pages that come a device has room for none that are to be copied yet.
+            self.of.copier.wait()
+            part = by_themselves(exact, packs, self.of.pool.block_pages)
             first = self.of.bases.on_host(self.of.bases.shared)
-            self.of.worker.submit(_Measure(self, part, first, self.queries))
+            self.of.copier.submit(_Fetch(self, part, first, self.queries))
             self.queries = []
+
+    def take(self, part: Part, basis: torch.Tensor, queries: Queries) -> None:
+        """Has a copy measured that lies on the host; in the thread that made it."""
+        if self.size:
+            self.parts.append(part)
+            self.of.worker.submit(_Measure(self, part, basis, queries))
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Takes note of queries of the document's own rows."""
@@ -134,7 +150,7 @@ class DocumentCopy:
             return
         self._held, self._then = packed.request.fork(), then
         shared = self.of.bases.on_host(self.of.bases.shared)
-        self.of.worker.submit(_Repack(self, shared))
+        self.of.copier.submit(_Behind(self.of.worker, _Repack(self, shared)))
 
     def drop(self) -> None:
         """Forgets it where it has not been frozen."""
@@ -243,6 +259,39 @@ class Made:
         return total
 
 
+class _Fetch(Job):
+    """Copies some pages to the host, behind all that the current stream was asked to do by now."""
+
+    def __init__(
+        self, copy: DocumentCopy, part: Part, basis: torch.Tensor, queries: Queries
+    ) -> None:
+        self._copy, self._pages, self._packs = copy, [part[0]], part[1]
+        self._basis, self._queries = basis, queries
+        copy.of.aside.follow()
+
+    def run(self) -> None:
+        pages = self._copy.of.aside.on_host(self._pages.pop())
+        self._copy.take((pages, self._packs), self._basis, self._queries)
+
+    def end(self, error: BaseException | None) -> None:
+        self._pages.clear()
+        self._copy.failed = self._copy.failed or error
+
+
+class _Behind(Job):
+    """Leaves a job to a worker, behind all that was asked for before."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        self._worker, self._job = worker, job
+
+    def run(self) -> None:
+        self._worker.submit(self._job)
+
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._job.end(error)
+
+
 class _Measure(Job):
     """Takes note of some pages: their moments, and what the first packing loses of them."""
 
@@ -251,7 +300,7 @@ class _Measure(Job):
         copy: DocumentCopy,
         part: Part,
         basis: torch.Tensor,
-        queries: list[tuple[torch.Tensor, int, int]],
+        queries: Queries,
     ) -> None:
         self._copy, self._part, self._basis, self._queries = copy, part, basis, queries
 
