@@ -70,6 +70,22 @@ def test_it_says_what_the_cpu_says(name: str, dtype: torch.dtype, head_dim: int)
     assert nothing_is_held(device)
 
 
+@pytest.mark.parametrize("name", ["int4", "int8", "half-int4", "quarter-bf16", "planes-3"])
+@pytest.mark.parametrize("rows", [1, 9, 16, 40])
+def test_a_turn_reads_pages_as_they_lie(name: str, rows: int) -> None:
+    """As on the CPU, which unpacks them; more rows than a few are read from scratch there too."""
+    tokens, more = random_tokens(500, 3), random_tokens(rows, 4)
+    said = []
+    for place in ("cpu", "cuda"):
+        runner = there(torch.bfloat16, 128, place, name)
+        given = {"remember": False, "reserve_tokens": rows}
+        with runner.prefill(tokens, "full", **given) as done:
+            said.append(runner._prefiller.extend(done, more).cpu())
+        assert nothing_is_held(runner)
+    apart = (said[0] - said[1]).abs().max() / said[0].abs().max()
+    assert float(apart) < NEAR[torch.bfloat16]
+
+
 def test_a_batch_is_answered_and_nothing_stays_held() -> None:
     runner = there(torch.bfloat16, 64, "cuda")
     prompts = [random_tokens(count, count) for count in (1, 63, 150, 400, 777)]

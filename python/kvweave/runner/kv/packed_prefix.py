@@ -30,6 +30,7 @@ from kvweave.runner.kv.packed_pool import (
     PackedPool,
 )
 from kvweave.runner.kv.pool_bases import needs_steps
+from kvweave.runner.kv.rows_in_place import attend_in_place, reads_in_place
 from kvweave.runner.kv.states import States, merged_states
 from kvweave.runner.kv.tables import Int32, RowTable, send
 from kvweave.runner.kv.turned_rows import LayerBasis, attend_turned
@@ -360,10 +361,10 @@ class PackedPrefix:
         """Attention of a prompt's rows over packed tokens and, as `exact` has it, over the others.
 
         `rows`: queries [R, H, D] and their positions i32 [R], all of them at or behind `gap_end`,
-        where packed tokens end. Those of this layer are unpacked into scratch, `SCRATCH_TOKENS` at
-        once: each chunk of a prompt reads all before it so, and unpacking costs what a copy does.
-        What lies in exact pages beside the windows is read there. Heads with windows have all that
-        they see in windows.
+        where packed tokens end. A few rows read those of this layer as they lie. For a chunk of a
+        prompt they are unpacked into scratch, `SCRATCH_TOKENS` at once, which costs what a copy
+        does. What lies in exact pages beside the windows is read there. Heads with windows have all
+        that they see in windows.
         """
         heads = self.pool.heads
         aside = before(self.exact_entries(SINK_TOKENS), gap_end)
@@ -374,8 +375,28 @@ class PackedPrefix:
             kv = ops.PagedKv(kept, layer, count, of.scale, rope, None, of.softcap, reach)
             states = ops.attend_prefill(*rows, entries, kv, entry_offsets=offsets)
             exact = merged_states(exact, states)
-        read = heads.others(layer), heads.tables
-        return self.read_packed(layer, of, rope, rows, gap_end, exact, read)
+        known = layer, of, rope, rows, gap_end, exact
+        if reads_in_place(self.pool, len(rows[0])):
+            return self.read_in_place(*known)
+        return self.read_packed(*known, (heads.others(layer), heads.tables))
+
+    def read_in_place(
+        self,
+        layer: int,
+        of: LayerSpec,
+        rope: ops.RopeTable,
+        rows: tuple[torch.Tensor, Table],
+        gap_end: int,
+        exact: States,
+    ) -> States:
+        """As `merged`, of rows that read packed pages as they lie."""
+        packed = before(self.entries(), gap_end)
+        if not len(packed):
+            return exact
+        ends = self.pool.heads.offsets(np.asarray([0, len(packed)], np.int32))
+        entries, offsets = send(self.pool.device, packed, ends)
+        kv = self.pool.read(layer, of, rope, self.pool.heads.others(layer))
+        return merged_states(exact, attend_in_place(rows, kv, entries, offsets))
 
     def read_packed(
         self,
