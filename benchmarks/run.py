@@ -23,8 +23,12 @@ from benchmarks.cases import (
     head_memory,
     host_load,
     isolation,
+    packed_capacity,
     packed_decode,
+    packed_prefill,
+    packed_rows,
     packed_step,
+    packed_worker,
     page_choice,
     page_moves,
     rotate_rows,
@@ -66,7 +70,11 @@ CASES: dict[str, Case] = {
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
     "packed_decode": packed_decode.run,
+    "packed_prefill": packed_prefill.run,
     "packed_step": packed_step.run,
+    "packed_worker": packed_worker.run,
+    "packed_capacity": packed_capacity.run,
+    "packed_rows": packed_rows.run,
     "top_k_step": top_k_step.run,
     "top_k_step_half": top_k_step.run_half,
     "speculation": speculation.run,
@@ -81,7 +89,16 @@ ON_A_GPU = {
     "ttft_heads",
 }
 # Cases that run on a GPU where there is one.
-ON_A_GPU_IF_ANY = {"hand_off", "packed_step", "speculation", "tiers"}
+ON_A_GPU_IF_ANY = {
+    "hand_off",
+    "packed_capacity",
+    "packed_prefill",
+    "packed_rows",
+    "packed_step",
+    "packed_worker",
+    "speculation",
+    "tiers",
+}
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}
 

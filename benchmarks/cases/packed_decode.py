@@ -76,15 +76,15 @@ def random_bases(
     """Random rotations for so many pages of a block, without means; None where none is needed."""
     if of.basis_rows is None:
         return None
-    dim = of.head_dim
+    dim, device = of.head_dim, generator.device
     turned = torch.linalg.qr(
-        torch.randn(1, pages, 2, dim, dim, generator=generator, device="cuda")
+        torch.randn(1, pages, 2, dim, dim, generator=generator, device=device)
     ).Q
     means = torch.zeros_like(turned[..., :1, :])
     if of.kind == "top-r":
         return torch.cat((means, turned), -2).contiguous()
-    bits = torch.zeros(dim, device="cuda")
-    step, first = torch.ones(dim, 1, device="cuda"), 0
+    bits = torch.zeros(dim, device=device)
+    step, first = torch.ones(dim, 1, device=device), 0
     for each, share in BITS[4 * of.token_bytes / dim]:
         channels = slice(first, first + round(share * dim))
         bits[channels], step[channels], first = each, STEPS[each], channels.stop

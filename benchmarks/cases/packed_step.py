@@ -6,20 +6,19 @@ Times are of whole steps as an engine takes them: pages packed as they fill, tok
 sent, the captured graph, the next tokens brought to the host. A page of a request is full at every
 64th step; requests have prompts of unlike lengths, so that pages fill at different steps.
 
-Before them a prompt of 64K tokens alone: its prefill into pages of each format beside that into
-exact ones, which computes the same and packs nothing.
+Before them a prompt of 64K tokens alone, see `packed_prefill`.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from benchmarks.cases.packed_prefill import of_each_format
 from benchmarks.device.models import random_model
 from kvweave import Runner, Sampling
 from kvweave.lab.bench.rows import Row, expect
@@ -54,9 +53,6 @@ ON_GPU = (
     Load("Llama-3.1-8B", 8, 40, 10_240),
     Load("Llama-3.1-8B", 8, 1, 131_072),
 )
-PROMPT, QUICK_PROMPT = Load("Llama-3.1-8B", 8, 1, 65_536), Load("small Llama", 2, 1, 512)
-FORMATS = ("int4", "int8", "half-int4", "quarter-bf16", "planes-3")
-PREFILLS = 3
 QUICK = (Load("Llama-3.1-8B", 2, 4, 4096),)
 ON_CPU = (Load("small Llama", 2, 2, 512),)
 
@@ -65,7 +61,7 @@ def run(quick: bool) -> list[Row]:
     on_gpu = torch.cuda.is_available()
     loads = (QUICK if quick else ON_GPU) if on_gpu else ON_CPU
     device = "cuda" if on_gpu else "cpu"
-    rows = prefilled(PROMPT if on_gpu and not quick else QUICK_PROMPT, device)
+    rows = of_each_format(quick)
     for load in loads:
         model = random_model(load.model, device, layers=load.layers)
         exact = stepped(model, load, None, 2 * PAGE)
@@ -73,28 +69,6 @@ def run(quick: bool) -> list[Row]:
         for row in (exact, packed):
             row.of["exact ÷ this"] = exact.value / row.value
         rows += [exact, packed]
-    return rows
-
-
-def prefilled(load: Load, device: str) -> list[Row]:
-    """What a prompt takes, over exact pages and over those of each format."""
-    model, rows = random_model(load.model, device, layers=load.layers), []
-    tokens = np.random.default_rng(load.tokens).integers(0, 4096, load.tokens).tolist()
-    # As much room as a device has beside such a model: chunks are as long as that says.
-    room = 8 * load.tokens
-    for kv_dtype in (None, *FORMATS):
-        runner = Runner(model, max_tokens=room, kv_dtype=kv_dtype, check=False, progress=False)
-        with closing(runner):
-            times = []
-            for _ in range(1 + PREFILLS):
-                start = time.perf_counter()
-                runner.prefill(tokens, "full", remember=False).release()
-                times.append(time.perf_counter() - start)
-        timing, what = summarise(times[1:]), kv_dtype or "exact"
-        name = f"{load.model}, {load.layers} layers, a prompt of {load.tokens}: {what}"
-        exact = rows[0].value if rows else timing.median_s * 1e3
-        beside = {"÷ exact": timing.median_s * 1e3 / exact}
-        rows.append(Row(name, timing.median_s * 1e3, "ms", timing.p95_s * 1e3, beside))
     return rows
 
 

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from benchmarks.cases import packed_step, workflow, zeroing
+import time
+from typing import Any
+
+import pytest
+
+from benchmarks.cases import (
+    packed_capacity,
+    packed_prefill,
+    packed_rows,
+    packed_step,
+    packed_worker,
+    workflow,
+    zeroing,
+)
+from benchmarks.device.models import random_model
 from families import tiny
+from kvweave.runner import Packing
+from kvweave.runner.tiers import final_packing
 
 
 def test_agents_in_a_ring_find_what_a_workflow_keeps() -> None:
@@ -20,6 +36,45 @@ def test_steps_over_packed_pages_are_timed() -> None:
     rows = [packed_step.stepped(tiny("llama"), load, kind, 70) for kind in (None, "int4")]
     assert all(row.value > 0 for row in rows)
     assert rows[1].of["KV GB"] < rows[0].of["KV GB"]
+
+
+def test_prompts_are_packed_beside_and_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_prefill, "PREFILLS", 1)
+    ways = [Packing("half-int4", beside=beside) for beside in (True, False)]
+    rows = packed_prefill.prefilled(("tiny Llama", 2, 600), "cpu", ways)
+    exact, beside, behind = (row.name.split(": ")[1] for row in rows)
+    assert (exact, beside, behind) == ("exact", "half-int4", "half-int4, behind")
+    assert all(row.value > 0 for row in rows)
+    assert rows[0].of["÷ exact"] == 1.0
+
+
+def test_steps_are_timed_while_a_document_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = final_packing.Made
+
+    def late(*given: Any) -> Any:
+        time.sleep(1)
+        return made(*given)
+
+    monkeypatch.setattr(final_packing, "Made", late)
+    quiet, beside = packed_worker.run(quick=True)
+    assert quiet.value > 0
+    assert beside.of["÷ quiet"] == beside.value / quiet.value
+
+
+def test_more_fits_where_pages_are_packed() -> None:
+    rows = {row.name.split(", ")[1]: row for row in packed_capacity.run(quick=True)}
+    exact, packed = rows["one request: exact"], rows["one request: int4"]
+    # 16 MB of 2048 bytes a token, but for the null block and room for the answer, in whole pages.
+    assert exact.value == (8192 - 16 - 2) // 64 * 64
+    assert 1.5 < packed.of["÷ exact"] < 3.7
+    assert rows["requests of 512: exact"].value == (512 - 1) // (512 // 16 + 1)
+    assert all(row.of["KV GB"] <= (16 << 20) / 1e9 for row in rows.values())
+
+
+def test_rows_are_timed_over_pages_as_they_lie_and_over_a_copy() -> None:
+    rows = packed_rows.compared(random_model("small Llama", "cpu", layers=1), 512, (2,), rounds=1)
+    assert [row.name.split(",")[0] for row in rows] == list(packed_rows.FORMATS)
+    assert all(row.value > 0 and row.of["copied"] > 0 for row in rows)
 
 
 def test_zeroing_is_timed_beside_the_same_answers() -> None:
