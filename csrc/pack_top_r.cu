@@ -7,7 +7,9 @@
 // What makes it fast:
 // 1. A thread block packs one side of a page of every so many rows, 64 tokens at a time. The
 //    products are those of integers, on tensor cores: basis_numbers.cuh.
-// 2. Four lanes choose what is kept of a vector: top_r_choice.cuh.
+// 2. Four lanes choose what is kept of a vector: top_r_choice.cuh. They make codes of all of its
+//    numbers, four at a time from banks of their own, and list those that are kept: none waits for
+//    another, and few scales take a division.
 // 3. One unpacks 32 tokens: the products are those of two matrices, of which a thread has 4 × 4
 //    results. These sums run in the order of the definition, one rounding after the other.
 //
@@ -39,17 +41,67 @@ __device__ const float* mean_of(const PackPagesParams& p, const Tile& tile) {
   return basis_at(p.bases, tile.number, tile.job.page, tile.side, p.head_dim);
 }
 
-// The bits of a kept number.
-template <typename S>
-__device__ __forceinline__ uint32_t stored(const TopRParams& of, float x, float scale) {
-  if (of.bits == 16) {
-    return __bfloat16_as_ushort(isnan(scale) ? Scales<__nv_bfloat16>::nan()
-                                             : __float2bfloat16_rn(x));
+// Numbers over a scale, each rounded once. Of an ordinary scale that is the product with its
+// inverse, put right by what it leaves (Markstein, 1990): so it is for every number where the scale
+// has 11 significant bits or fewer.
+struct Quotients {
+  float scale, inverse;
+  bool ordinary;  // neither is anywhere near the ends of the range
+
+  __device__ __forceinline__ explicit Quotients(float of)
+      : scale(of), inverse(__frcp_rn(of)), ordinary(of > 0x1p-80f && of < 0x1p80f) {}
+
+  __device__ __forceinline__ float of(float x) const {
+    if (!ordinary) return __fdiv_rn(x, scale);
+    const float near = __fmul_rn(x, inverse);
+    return __fmaf_rn(__fmaf_rn(-near, scale, x), inverse, near);
   }
-  if (!(scale > 0)) return 0;
-  const float steps = __fdiv_rn(x, scale);
-  if (of.bits == 8) return Fp8(steps).__x;  // saturates
-  return nearest_code(__fadd_rn(steps, kCodeMiddle), largest_code(4));
+};
+
+// The bits of a kept number.
+template <int kBits>
+__device__ __forceinline__ uint32_t stored(float x, const Quotients& by) {
+  if constexpr (kBits == 16) {
+    return __bfloat16_as_ushort(isnan(by.scale) ? Scales<__nv_bfloat16>::nan()
+                                                : __float2bfloat16_rn(x));
+  } else {
+    if (!(by.scale > 0)) return 0;
+    const float steps = by.of(x);
+    if constexpr (kBits == 8) return Fp8(steps).__x;  // saturates
+    else return nearest_code(__fadd_rn(steps, kCodeMiddle), largest_code(kBits));
+  }
+}
+
+// Lists what is stored of a vector's kept numbers, in their order, by the four lanes that have it.
+// Lanes read all of their numbers four at a time, which are in banks of their own, and write those
+// that are kept.
+template <int kBits, int kWords, int kGroup, typename Room>
+__device__ __forceinline__ void list_codes(const Choice<kWords, kGroup>& choice, const Room& room,
+                                           int token, int channels, float scale,
+                                           uint16_t* codes) {
+  const Quotients by(scale);
+  const float* numbers = room.numbers + token * room.pitch;
+  int before = 0;  // groups of the runs before
+  choice.each_quad([&](int w, int j, int first) {
+    const uint32_t word = choice.words[w];
+    if (j == 0) before = choice.before(w);
+    const int group = first % kRun / kGroup;
+    int at = (before + __popc(word & ((1u << group) - 1))) * kGroup;
+    Pack<float, 4> four = {};
+    if (first < channels) four = load<float, 4>(numbers + first);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t code = stored<kBits>(four.at[e], by);
+      if (word >> (group + e / kGroup) & 1) codes[at++] = code;
+    }
+  });
+}
+
+// Eight codes of four bits, of as many listed ones.
+__device__ __forceinline__ uint32_t eight_codes(const uint16_t* codes) {
+  const uint4 pairs = *reinterpret_cast<const uint4*>(codes);
+  const auto two = [](uint32_t pair) { return (pair | pair >> 12) & 0xFF; };
+  return two(pairs.x) | two(pairs.y) << 8 | two(pairs.z) << 16 | two(pairs.w) << 24;
 }
 
 // Writes the codes of a vector's kept numbers, by the four lanes that have it; zeros where there is
@@ -66,7 +118,11 @@ __device__ __forceinline__ void put_codes(const TopRParams& of, const uint16_t* 
       pieces[i] = word;
     }
   };
-  if (bytes % 4 == 0) {
+  if (bytes % 4 == 0 && of.bits == 4) {
+    for (int i = lane_of_four(); i < bytes / 4; i += 4) {
+      reinterpret_cast<uint32_t*>(to)[i] = there ? eight_codes(codes + 8 * i) : 0;
+    }
+  } else if (bytes % 4 == 0) {
     put_all(reinterpret_cast<uint32_t*>(to), of.bits);
   } else if (of.bits == 16) {
     put_all(reinterpret_cast<uint16_t*>(to), 16);
@@ -139,19 +195,10 @@ struct TopR {
     const float wide = Scales<S>::widen(scale);
     // The integers of the vectors are not needed any more.
     uint16_t* codes = reinterpret_cast<uint16_t*>(room.bytes) + token * room.byte_pitch;
-    int nth = 0;
-#pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      const int own = __popc(choice.words[w]);
-      uint16_t* to = codes + (nth + sum_before(own)) * kGroup;
-      const float* run = room.numbers + token * room.pitch + 128 * w + kRun * lane_of_four();
-      for (uint32_t left = choice.words[w]; left != 0; left &= left - 1) {
-        const float* group = run + (__ffs(static_cast<int>(left)) - 1) * kGroup;
-#pragma unroll
-        for (int i = 0; i < kGroup; ++i) *to++ = stored<S>(p.top_r, group[i], wide);
-      }
-      nth += sum_of_four(own);
-    }
+    const int channels = p.top_r.channels;
+    if (p.top_r.bits == 16) list_codes<16>(choice, room, token, channels, wide, codes);
+    if (p.top_r.bits == 8) list_codes<8>(choice, room, token, channels, wide, codes);
+    if (p.top_r.bits == 4) list_codes<4>(choice, room, token, channels, wide, codes);
     __syncwarp();
     if (token >= tile.room) return;
     const bool there = token < tile.tokens;

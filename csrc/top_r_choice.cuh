@@ -170,7 +170,6 @@ struct Choice {
     largest = finite ? __uint_as_float(most) : NAN;
   }
 
- private:
   // Calls what(w, j, channel) for quads j of each run, which lanes begin with in other banks.
   template <typename Do>
   static __device__ __forceinline__ void each_quad(Do what) {
@@ -184,6 +183,19 @@ struct Choice {
     }
   }
 
+  // Groups that are kept of what lies before the lane's channels of a word.
+  __device__ __forceinline__ int before(int word) const {
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const int own = __popc(words[w]);
+      if (w < word) sum += sum_of_four(own);
+      if (w == word) sum += sum_before(own);
+    }
+    return sum;
+  }
+
+ private:
   using Energies = Energy<kGroup>[kWords][kOfRun];
 
   static __device__ int count(const Energies& energies, Number bound) {
