@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from families import random_tokens, tiny
 from kvweave.runner import Packing, Runner
+from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.layer_packing import LayerPacking
+from kvweave.runner.tiers import final_packing
 from packed_decoding import nothing_is_held, packed_runner
 from page_meaning import random_packing
 from versions import needs_cuda
@@ -91,3 +94,32 @@ def test_blocks_given_back_midway_are_not_written_any_more(model: Any, monkeypat
     assert nothing_is_held(runner)
     got = prefilled(runner, tokens)
     assert torch.equal(got[1], wanted[1])
+
+
+def test_what_a_thread_copies_late_is_what_was_written(monkeypatch: Any) -> None:
+    """Pages of a document on the host: the same bits however late they are copied."""
+    sizes = {"head_dim": 64, "num_key_value_heads": HEADS, "num_hidden_layers": 2}
+    small = tiny("llama", max_position_embeddings=8192, **sizes).to("cuda", torch.bfloat16)
+    packing, _ = random_packing("half-int4", 2 * HEADS, 64)
+    made, on_host = final_packing.Made, Aside.on_host
+    parts: list[list[torch.Tensor]] = []
+
+    def heard(copy: Any, shared: torch.Tensor) -> Any:
+        parts.append([pages.clone() for pages, _ in copy.parts])
+        return made(copy, shared)
+
+    def late(aside: Aside, tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return on_host(aside, tensor)
+
+    monkeypatch.setattr(final_packing, "Made", heard)
+    for way in (on_host, late):
+        monkeypatch.setattr(Aside, "on_host", way)
+        runner = packed_runner(small, kv_dtype=packing, max_tokens=32_768, chunk_tokens=512)
+        report = runner.encode(random_tokens(5500, 5).tolist(), "long").packing
+        runner.flush()
+        assert (report.why, report.basis) == ("", "own")
+        runner.close()
+    assert len(parts[0]) == len(parts[1]) == 12
+    assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
+    assert all(part.device.type == "cpu" and bool(part.any()) for part in parts[0])
