@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -177,18 +176,13 @@ class HostPool:
                 raise
         else:
             return {}
-        self.transfers.retried += 1
+
+        def carry(some: Table, number: Table) -> None:
+            self.carry(some, number, slots, home, "fetch")
+
         known = torch.as_tensor(moves)[: int(count[0])].cpu().numpy()
-        failed, requests = dict[int, TransferFailed](), known[:, 0] // heads
-        for number in np.unique(requests).tolist():
-            own = np.ascontiguousarray(known[requests == number])
-            steps, some = send(self.arena.device, own, np.asarray([len(own)], np.int32))
-            carry = partial(self.carry, steps, some, slots, home, "fetch")
-            try:
-                self.transfers.make("host memory", carry)
-            except TransferFailed as error:
-                failed[number] = error
-        return failed
+        owners = known[:, 0] // heads
+        return self.transfers.make_each("host memory", carry, known, owners, self.arena.device)
 
     def fetch_late(
         self,
@@ -214,11 +208,18 @@ class HostPool:
 
 
 def carry_pages(
-    moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way, *, pinned: bool
+    moves: Table,
+    count: Table,
+    slots: RowPages,
+    home: RowPages,
+    way: Way,
+    *,
+    pinned: bool,
+    processors: int = 2,
 ) -> None:
     """As `ops.move_pages`, by the device if it may read the host's memory, else by the host."""
     if pinned or not torch.as_tensor(slots.data).is_cuda:
-        ops.move_pages(moves, count, slots, home, way=way)
+        ops.move_pages(moves, count, slots, home, way=way, processors=processors)
     else:
         carry_by_host(moves, count, slots, home, way)
 

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
 
 from kvweave.errors import TransferFailed
+from kvweave.ops import Table
+from kvweave.runner.kv.tables import Int32, send
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +57,30 @@ class Transfers:
                 self._say(what, text)
                 raise TransferFailed(text, expected=expected, got=got) from error
             return
+
+    def make_each(
+        self,
+        what: str,
+        carry: Callable[[Table, Table], None],
+        moves: Int32,
+        owners: Int32,
+        device: torch.device,
+    ) -> dict[int, TransferFailed]:
+        """Makes transfers that failed together again, those of each owner by themselves.
+
+        moves i32 [M, 3] lie on the host, and their `owners` i32 [M] too; `carry` is given some of
+        them and their count, on a device. Says by its number whose could not be made.
+        """
+        self.retried += 1
+        failed = dict[int, TransferFailed]()
+        for owner in np.unique(owners).tolist():
+            own = np.ascontiguousarray(moves[owners == owner])
+            some, count = send(device, own, np.asarray([len(own)], np.int32))
+            try:
+                self.make(what, partial(carry, some, count))
+            except TransferFailed as error:
+                failed[owner] = error
+        return failed
 
     def _say(self, what: str, text: str) -> None:
         if what not in self._said:

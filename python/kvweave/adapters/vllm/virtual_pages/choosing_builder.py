@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvweave.adapters.vllm.backend.metadata import PagedMetadata
 from kvweave.adapters.vllm.backend.step_tables import StepBatch
@@ -15,7 +17,7 @@ from kvweave.adapters.vllm.top_k.choice import OwnTables, RankedHeads, StepChoic
 from kvweave.adapters.vllm.top_k.metadata import ChoosingMetadata, filled_pages
 from kvweave.adapters.vllm.virtual_pages.builder import VirtualMetadata, VirtualMetadataBuilder
 from kvweave.adapters.vllm.virtual_pages.far_choice import FarChoice, HeadRun
-from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
+from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory, waits_for_host
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 
@@ -69,6 +71,14 @@ class VirtualChoosingBuilder(ChoosingMetadataBuilder):
     """Makes `VirtualChoosingMetadata` of vLLM's own description of a batch."""
 
     _tables: ClassVar[Any] = VirtualMetadataBuilder
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> Any:
+        """None where the host copies what heads choose: a captured step cannot wait for it."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        hosts = [layer.host for layer in layers if getattr(layer, "host", None) is not None]
+        waits = any(waits_for_host(host) for host in hosts)
+        return AttentionCGSupport.NEVER if waits else cls._cudagraph_support
 
     def _ranked_heads(self, layers: list[Any], requests: int) -> RankedHeads:
         layout, budgets = self.kv_cache_spec.layout, layers[0].budgets

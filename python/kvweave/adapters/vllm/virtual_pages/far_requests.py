@@ -28,7 +28,8 @@ class FarChanges:
 
     `copies` [N, 2]: virtual page, and the block of the host's memory that it is copied to. `begun`
     [K]: seats that were taken, of which nothing is known. `homes` [N, 3]: seat, number of a page of
-    its request, and the block at home. `counts` [K, 2]: seat, and how many pages lie at home.
+    its request, and the block at home. `counts` [K, 3]: seat, how many pages lie at home, and a
+    virtual page that is computed and nobody else's, or 0 where none lie there any more.
     `newest` [N, 2]: virtual page, and the seat whose request writes it, or `NOBODY`.
     """
 
@@ -43,13 +44,15 @@ class FarChanges:
 class _Seated:
     """A request of vLLM with a seat: its blocks at home, by number of its pages, if any.
 
-    `prompt`: the tokens that it had when it was given its first blocks. `newest`: pages that it
-    wrote last.
+    `prompt`: the tokens that it had when it was given its first blocks. `own`: the number of the
+    first of its pages that no other request is ever given, as it says more than what prompts find.
+    `newest`: pages that it wrote last.
     """
 
     request: Any
     prompt: int
     seat: int
+    own: int
     homes: list[int] = field(default_factory=list)
     newest: list[int] = field(default_factory=list)
 
@@ -73,7 +76,7 @@ class FarRequests:
         self._copies: dict[int, int] = {}
         self._begun: set[int] = set()
         self._homes: dict[tuple[int, int], int] = {}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
         self._newest: dict[int, int] = {}
 
     @property
@@ -99,7 +102,11 @@ class FarRequests:
         name: str = request.request_id
         if name in self._of or not self._seats or request.resumable:
             return
-        self._of[name] = _Seated(request, int(request.num_tokens), self._seats.pop())
+        layout, prompt = self.residency.layout, int(request.num_tokens)
+        # Exact pages are found by others: see `top_k.prompt_prefix`.
+        exact = min(budget for budget in layout.budgets if budget)
+        own = max(prompt // layout.page_tokens, exact)
+        self._of[name] = _Seated(request, prompt, self._seats.pop(), own)
         self._begun.add(self._of[name].seat)
         self.writes(name, pages)
 
@@ -145,8 +152,11 @@ class FarRequests:
         """
         seated = self._of[name]
         begin, computed = len(seated.homes), seated.request.num_computed_tokens
-        end = min(computed // self.residency.layout.page_tokens, begin + blocks)
-        if computed < seated.prompt or end <= begin:
+        page_tokens = self.residency.layout.page_tokens
+        end = min(computed // page_tokens, begin + blocks)
+        # Where a transfer fails, the request is told apart by a page of its own: that comes first.
+        decodes = computed >= seated.prompt and computed > seated.own * page_tokens
+        if not decodes or end <= begin:
             return 0, begin
         return self.residency.gain(name, pages[:end], seated=begin > 0), end
 
@@ -162,7 +172,7 @@ class FarRequests:
             seated.homes.append(block)
             self._copies[block] = int(page)
             self._homes[seated.seat, number] = block
-        self._counts[seated.seat] = end
+        self._counts[seated.seat] = end, int(pages[seated.own])
         self.spilled += end - first
         return forgotten
 
@@ -180,7 +190,11 @@ class FarRequests:
             return
         if seated.homes:
             self.residency.leave_seat(seated.seat)
-            self._counts[seated.seat] = 0
+            self._counts[seated.seat] = 0, 0
+        # Nobody reads what was to be copied with the next step.
+        for block in seated.homes:
+            self._copies.pop(block, None)
+        self._homes = {at: block for at, block in self._homes.items() if at[0] != seated.seat}
         self._leaving += seated.homes
         self._seats.append(seated.seat)
         self._begun.discard(seated.seat)
@@ -192,7 +206,7 @@ class FarRequests:
             _rows([(page, block) for block, page in self._copies.items()], 2),
             np.array(sorted(self._begun), np.int32),
             _rows([(*at, block) for at, block in self._homes.items()], 3),
-            _rows(list(self._counts.items()), 2),
+            _rows([(seat, *known) for seat, known in self._counts.items()], 3),
             _rows(list(self._newest.items()), 2),
         )
         self._free += self._leaving

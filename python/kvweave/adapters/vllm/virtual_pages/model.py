@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
@@ -19,11 +20,12 @@ from kvweave.adapters.vllm.top_k.bounds import bound_share
 from kvweave.adapters.vllm.top_k.map import PageBudgets
 from kvweave.adapters.vllm.virtual_pages.backend import VirtualBackend, VirtualChoosingBackend
 from kvweave.adapters.vllm.virtual_pages.far_choice import runs_of_layer
-from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory
+from kvweave.adapters.vllm.virtual_pages.far_memory import FarMemory, host_arena
 from kvweave.adapters.vllm.virtual_pages.layout import PageLayout, layout_of
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.adapters.vllm.virtual_pages.spec import VirtualPagesSpec
 from kvweave.errors import InvalidArgument
+from kvweave.runner.kv.host_arena import HostArena
 
 CONNECTOR = "KvweavePages"
 BLOCK_TOKENS = (16, 32, 64)
@@ -38,6 +40,7 @@ class _VirtualLayer(Attention):
 
     memory: PageMemory | None = None
     far: FarMemory | None = None
+    host: HostArena | None = None
 
     def __init__(
         self,
@@ -91,6 +94,8 @@ def layout_for(
         kv_heads = model.get_num_kv_heads(config.parallel_config)
         classes = [[{"kind": "full"}] * kv_heads] * layers
     layout = layout_of(classes, page_tokens, config.parallel_config.tensor_parallel_size)
+    if host_bytes is not None:
+        _check_failures(config)
     expected = "a map with top_k heads beside it"
     some = host_bytes is None or bool(layout.choosing)
     require("host_bytes", some, expected, "none", InvalidArgument)
@@ -118,9 +123,11 @@ def use_virtual_pages(
 
     `budgets`: how many pages they choose, where some do.
 
-    Errors: `Unsupported` for layers that have a window of their own.
+    Errors: `Unsupported` for layers that have a window of their own, `OutOfMemory` where the host
+    does not have the memory for pages that leave the device.
     """
     rank = get_tensor_model_parallel_rank() if layout.ranks > 1 else 0
+    layers = list[_VirtualLayer]()
     for number, (module, stock) in enumerate(attention_of_layers(model, config)):
         require_whole_context("virtual pages", stock)
         module.attn = _VirtualLayer(
@@ -135,6 +142,20 @@ def use_virtual_pages(
             rank=rank,
             budgets=budgets,
         )
+        layers.append(module.attn)
+    if not layout.spills:
+        return
+    # Before vLLM decides which steps it captures: memory that is not pinned has a say in that.
+    spec, dtype = layers[0].get_kv_cache_spec(config), layers[0].kv_cache_torch_dtype
+    page, device = (spec.block_size, spec.head_size), _device_of(config)
+    host = host_arena(layout, spec.home_blocks, page, dtype, device)
+    for layer in layers:
+        layer.host = host
+
+
+def _device_of(config: VllmConfig) -> torch.device:
+    kind = torch.device(config.device_config.device).type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def _check(config: VllmConfig) -> None:
@@ -144,3 +165,9 @@ def _check(config: VllmConfig) -> None:
     transfer = config.kv_transfer_config
     name = None if transfer is None else transfer.kv_connector
     require("kv_connector", name == CONNECTOR, f"{CONNECTOR} with virtual pages", str(name))
+
+
+def _check_failures(config: VllmConfig) -> None:
+    """Of a request whose transfer failed nothing is left to go on from."""
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    require("kv_load_failure_policy", policy == "fail", "fail beside host_bytes", str(policy))

@@ -49,6 +49,8 @@ class PageMemory:
         self.arena = numbers[:count].view(arena)
         columns = pages + (seats + 1) * layout.slots
         shape = (layout.step_tables, columns)
+        # What tables say, on the host: a device that sleeps forgets them.
+        self._known = np.zeros(shape, np.int32)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=first.device)
         if layout.choosing:
             rows = pages * layout.bound_rows
@@ -56,15 +58,20 @@ class PageMemory:
             kept = numbers[count:].view(torch.uint8)
             needed = rows * vectors * (width // 2) * dtype.itemsize
             self.bounds = kept[:needed].view(dtype).view(rows, vectors, width // 2)
-            number = torch.arange(pages, dtype=torch.int32, device=first.device)
-            self.tables[-1, :pages] = number * layout.bound_rows
+            self._known[-1, :pages] = np.arange(pages) * layout.bound_rows
+            self.restore()
 
     def apply(self, changes: npt.NDArray[np.int32]) -> None:
         """Brings the tables up to date: rows of table, virtual page, arena page."""
         if not len(changes):
             return
+        self._known[changes[:, 0], changes[:, 1]] = changes[:, 2]
         table, page, first = torch.from_numpy(changes.T.copy()).to(self.tables.device)
         self.tables[table.long(), page.long()] = first
+
+    def restore(self) -> None:
+        """Has tables say what they said before the device slept, at the same addresses."""
+        self.tables.copy_(torch.from_numpy(self._known))
 
     def blocks_in_use(self) -> list[int]:
         """Blocks that each table names now; waits for the device."""

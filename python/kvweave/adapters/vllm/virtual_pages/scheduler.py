@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from kvweave.adapters.vllm.metrics.scheduler import PoolReporter, group_name
+from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.virtual_pages.manager import VirtualPagesManager
 from kvweave.adapters.vllm.virtual_pages.message import PageChanges
@@ -31,6 +32,14 @@ class PageSchedulerConnector(PoolReporter):
         self.home_bytes = layout.bound_rows * self.block_bytes // layout.block_pages
         pairs = zip(layout.spans, layout.budgets, strict=True)
         self.names = [group_name(span, pages) for span, pages in pairs]
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a token that a preempted request was computed meanwhile is to be dropped.
+
+        Where pages may lie in the host's memory the step may have failed to bring them.
+        """
+        return options_of(self._vllm_config.additional_config).host_bytes is not None
 
     def build_connector_meta(self, scheduler_output: Any) -> PageChanges:
         """What changed since the last step."""

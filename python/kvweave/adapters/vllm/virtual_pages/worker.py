@@ -26,7 +26,7 @@ class PageWorkerConnector(IdleConnector):
         if spec.layout.spills:
             pages = -(-config.model_config.max_model_len // spec.block_size)
             heads = len(layers[0].budgets.ranked), layers[0].num_kv_heads
-            self.far = FarMemory(self.memory, spec.home_blocks, spec.seats, pages, heads)
+            self.far = FarMemory(self.memory, layers[0].host, spec.seats, pages, heads)
         for layer in layers:
             layer.memory, layer.far = self.memory, self.far
 
@@ -40,3 +40,14 @@ class PageWorkerConnector(IdleConnector):
         self.memory.apply(connector_metadata.rows)
         if self.far is not None and changes is not None:
             self.far.apply(changes)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages of requests whose transfers failed in the step: vLLM ends these requests alone."""
+        return set() if self.far is None else self.far.take_failed()
+
+    def restore_kv_caches(self) -> None:
+        """After a sleep: what tables said is said again, and no request has pages any more."""
+        if self.memory is not None:
+            self.memory.restore()
+        if self.far is not None:
+            self.far.forget()
