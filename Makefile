@@ -4,7 +4,7 @@
 #   make test               every test, Rust and Python
 #   make search [ROUNDS=n]  the properties again, with examples that no run had before
 #   make fuzz [FUZZ_SECONDS=n] spoiled head maps, payloads, profiles, shards and marks: an hour in all
-#   make host-events        a million random events over host memory (some ten minutes)
+#   make host-events        a million random events over host memory, and vLLM's (some fifteen minutes)
 #   make test-vllm          the vLLM plugin in a real vLLM on the CPU, in an environment of its own
 #                           (VLLM_VERSION=0.33.0 for the other version that it knows)
 #   make test-kvpress       presses of kvpress over our pages, in an environment of its own
@@ -109,6 +109,8 @@ fuzz: setup
 host-events: setup
 	HOST_EVENTS=1000000 HOST_EVENTS_SEED=$$RANDOM OMP_NUM_THREADS=1 $(PY) -m pytest -q -s -n 0 \
 	  tests/runner/test_host_events.py
+	FAR_EVENTS=4000 FAR_EVENTS_SEED=$$RANDOM OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 0 -k alone \
+	  tests/vllm_plugin/test_vllm_far_faults.py
 
 # The wheel is installed as a user would, entry point and all, but in a folder of this tree.
 test-vllm: $(STAMPS)/wheel vllm

@@ -21,16 +21,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.device.models import MODELS
+from benchmarks.heard import Heard, figures
 from benchmarks.load import (
     Callers,
     answers_of,
+    arrivals,
     beside,
+    come,
     lengths_of,
     load,
     longest_answer,
     told,
 )
 from benchmarks.vllm.found import say
+from benchmarks.vllm.kv_bytes import Watched, held_bytes
 from benchmarks.vllm.model import FAR, MAPPED, options_named, written
 
 ENGINES = ("stock", "ours", "heads", "top_k", MAPPED, FAR)
@@ -50,7 +54,8 @@ class Task:
     from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `pages` are
     what heads of the engines `top_k` and `far` read in a decode step, `store` the bytes of segments
     that `mapped` has, out of `memory` where it is given, and `host` those of the host's memory that
-    `far` has. `others` go to vLLM as they are.
+    `far` has. With `poisson` requests come at that rate too, once those at once have ended.
+    `others` go to vLLM as they are.
     """
 
     engine: str
@@ -73,6 +78,7 @@ class Task:
     pages: int = 64
     store: int = 0
     host: int = 64 << 30
+    poisson: bool = False
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -275,28 +281,48 @@ def capacity(task: Task, model: Path, heads: Path) -> None:
 
 
 def throughput(task: Task, model: Path, heads: Path) -> None:
-    """Requests of many lengths, all there at the start, until the last has ended."""
-    low, high = task.span
+    """Requests of many lengths, all there at the start, until the last has ended.
+
+    With `task.poisson` the same come again at a mean rate.
+    """
     lengths, answers = lengths_of(task), answers_of(task)
-    llm = started(task, model, heads, high + longest_answer(task), task.requests)
+    longest = task.span[1] + longest_answer(task)
+    llm = started(task, model, heads, longest, task.requests)
     requests = Requests(llm, MODELS[task.model][1]["vocab_size"])
-    requests.add(low, 4)
-    warm = sum(tokens for _, tokens in requests.steps())
-    start = time.perf_counter()
-    for length, answer in zip(lengths, answers, strict=True):
-        requests.add(length, answer)
-    said = sum(tokens for _, tokens in requests.steps())
-    took = time.perf_counter() - start
-    tell(
-        task,
-        "throughput",
-        requests=task.requests,
-        read=sum(lengths),
-        said=said,
-        seconds=took,
-        rate=(sum(lengths) + said) / took,
-        warmed_by=warm,
-    )
+    requests.add(task.span[0], 4)
+    for _ in requests.steps():
+        pass
+    watched = Watched(requests.step, lambda: held_bytes(block_bytes(task)))
+    callers = Callers(requests.add, watched, requests.engine.has_unfinished_requests)
+    heard = come(callers, lengths, answers, [0.0] * task.requests)
+    at_once = next(iter(figures("", heard, {})))
+    say_throughput(task, "", heard, watched, rate=0.0)
+    if task.poisson:
+        rate, apart = arrivals(task, at_once)
+        heard = come(callers, lengths, answers, apart)
+        say_throughput(task, ", Poisson", heard, watched, rate=rate)
+
+
+def block_bytes(task: Task, tokens: int = 16) -> int:
+    """Bytes of a block of vLLM with the keys and values of all layers, in bf16."""
+    shape = MODELS[task.model][1]
+    layers = task.layers or shape["num_hidden_layers"]
+    return int(4 * tokens * layers * shape["num_key_value_heads"] * shape["head_dim"])
+
+
+def say_throughput(
+    task: Task, way: str, heard: list[Heard], watched: Watched, *, rate: float
+) -> None:
+    """What a load's callers heard and what the device held; `way` is how they came."""
+    whole, first, between = figures("", heard, {})
+    known = {"requests": task.requests, "come": way, "arrivals_s": rate}
+    said = {"read": sum(one.tokens for one in heard), "said": sum(len(one.at) for one in heard)}
+    told_of = {"out_s": whole.of["out/s"], "requests_s": whole.of["requests/s"]}
+    seconds = {"seconds": whole.of["seconds"], "rate": whole.value}
+    tell(task, "throughput", **known, **said, **told_of, **seconds)
+    for what, row in (("first", first), ("between", between)):
+        tell(task, what, **known, value=row.value, p95=row.p95, **row.of)
+    tell(task, "device", **known, **watched.taken())
 
 
 def loads(task: Task, model: Path, heads: Path) -> None:

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,14 @@ def tasks(jobs: list[str], engines: list[str], given: Found) -> Iterator[Task]:
             yield Task(engine, job, **{**defaults, **given})
 
 
+def at_rate_of_first(task: Task, found: list[Found]) -> Task:
+    """A task whose requests come as often as those of the first engine: ratios are of one load."""
+    known = [line for line in found if line["what"] == "throughput" and line["arrivals_s"]]
+    if task.rate or not task.poisson or task.job != "throughput" or not known:
+        return task
+    return replace(task, rate=known[0]["arrivals_s"])
+
+
 def found_by(task: Task, limit_s: float) -> Iterator[Found]:
     """What an engine in a process of its own finds, and that it has failed where it did."""
     try:
@@ -89,12 +97,18 @@ NAMES = {
     "decode": ("decode step, B={batch}, {tokens} tokens", "seconds", MILLI, "ms"),
     "fit": ("requests of {tokens} tokens that fit", "requests", 1, ""),
     "served": ("requests of {tokens} tokens that ran at once", "at_once", 1, ""),
-    "throughput": ("throughput, {requests} requests", "rate", 1, "tokens/s"),
+    "throughput": ("throughput, {requests} requests{come}", "rate", 1, "tokens/s"),
+    "first": ("first token, {requests} requests{come}", "value", 1, "s"),
+    "between": ("between tokens, {requests} requests{come}", "value", 1, "ms"),
+    "device": ("KV on the device at most, {requests} requests{come}", "bytes", 1 / GIB, "GiB"),
     "row": ("{title}", "value", 1, "{unit}"),
 }
 BESIDE = {
     "served": ("requests", "preempted", "seconds", "answered", "layers", "chunk"),
-    "throughput": ("read", "said", "seconds"),
+    "throughput": ("read", "said", "seconds", "out_s", "requests_s", "arrivals_s"),
+    "first": ("p99", "worst", "arrivals_s"),
+    "between": ("p99", "worst", "arrivals_s"),
+    "device": ("mean", "arrivals_s"),
 }
 
 
@@ -152,7 +166,7 @@ def main(words: list[str] | None = None) -> int:
     except InvalidArgument as error:
         parser.error(str(error))
     for task in tasks(chosen.jobs, chosen.engines, given):
-        found.extend(found_by(task, chosen.limit))
+        found.extend(found_by(at_rate_of_first(task, found), chosen.limit))
         if chosen.json:
             run = of_device(case, rows_of(found))
             chosen.json.write_text(json.dumps(run, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""A mixed load for a long time: `python -m benchmarks.vllm.soak [--seconds 600] [--seed 0]`.
+"""A mixed load for a long time: `python -m benchmarks.vllm.soak [--mode segments] [--seed 0]`.
 
 One engine with a head map, segments, foresight and a knowledge base on disk, of a tiny random
 Llama, on a GPU where there is one and else on the CPU. Prompts with and without marks, second turns
@@ -6,6 +6,8 @@ of chats, several answers, stop strings; at random requests are aborted, blocks 
 caches are reset, documents dropped and put, and a GPU's engine sleeps. Every few seconds the engine
 is left to end all it has: nothing may be left then. Afterwards a quiet engine, which is asked one
 request at a time, has to answer the same. Exit status 1 where anything is not as it should be.
+
+With `--mode far` it is another engine, whose pages leave for the host's memory: `soak_far` (0.33).
 
 On a CPU with a vLLM that was built for GPUs, `tests/vllm_plugin/engine` on PYTHONPATH has the ops
 that it lacks.
@@ -29,6 +31,7 @@ import numpy as np
 from benchmarks.soak.asked import DOCUMENTS, Asked, Author, document
 from benchmarks.soak.log_watch import LogWatch
 from benchmarks.soak.memory import MIB, Memory
+from benchmarks.vllm import soak_far
 from benchmarks.vllm.device import has_gpu, prepare
 from benchmarks.vllm.found import lines, say
 from benchmarks.vllm.soak_checks import left_behind, metric_complaints
@@ -258,7 +261,11 @@ def compare(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     return {"complaints": comparison.complaints(), **comparison.found()}
 
 
-PHASES = {"load": load, "compare": compare}
+MODES = {
+    "segments": {"load": load, "compare": compare},
+    "far": {"load": soak_far.load, "compare": soak_far.compare},
+}
+"""What is run in processes of their own, one after the other."""
 
 
 def main(words: list[str] | None = None) -> int:
@@ -267,18 +274,22 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--quiet-seconds", type=float, help="of the quiet engine; half of those")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="segments", help="what the engine has")
     parser.add_argument("--folder", type=Path, help="where records stay; else nowhere")
-    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=MODES["segments"], help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     seconds = {"load": given.seconds, "compare": given.quiet_seconds or given.seconds / 2}
     if given.phase:
         prepare()
-        say(given.phase, **PHASES[given.phase](given.folder, seconds[given.phase], given.seed))
+        say(
+            given.phase,
+            **MODES[given.mode][given.phase](given.folder, seconds[given.phase], given.seed),
+        )
         return 0
     with TemporaryDirectory() as made:
         folder = given.folder or Path(made)
         written(folder)
-        own = ["--folder", str(folder), "--seed", str(given.seed)]
+        own = ["--folder", str(folder), "--seed", str(given.seed), "--mode", given.mode]
         complaints: list[str] = []
         for phase, limit in seconds.items():
             words = ["--phase", phase, "--seconds", str(limit), "--quiet-seconds", str(limit)]

@@ -34,6 +34,31 @@ def left_behind(llm: Any) -> list[str]:
     return [f"{count} {what}" for what, count in found.items() if count]
 
 
+def held_far(llm: Any) -> list[str]:
+    """As `left_behind`, of an engine whose pages may lie in the host's memory."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    scheduler, worker = llm.llm_engine.engine_core.engine_core.scheduler, get_kv_transfer_group()
+    pool, manager = scheduler.kv_cache_manager.block_pool, scheduler.connector.manager
+    far, memory = manager.far, worker.far
+    found = {
+        "requests of the scheduler": len(scheduler.requests),
+        "blocks of vLLM": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "requests of the manager": sum(map(bool, manager.req_to_blocks.values())),
+        "blocks of requests": manager.residency.pages.stats()["held"],
+        "pages of the host": far.held,
+        "requests with pages there": far.away,
+        "requests with a seat": len(far._of),
+        "seats taken for good": memory.nobody - len(far._seats),
+        "requests of the worker": int((memory.seat_of != memory.nobody).sum()),
+        "pages of the worker at home": int(memory.counts.sum()),
+        "transfers of the worker that failed": memory.transfers.failed,
+        "names of the front": len(llm.llm_engine.output_processor.request_states),
+    }
+    manager.residency.pages.check()
+    return [f"{count} {what}" for what, count in found.items() if count]
+
+
 def counted() -> Counter[str]:
     """The metrics of vLLM and kvweave, summed over labels but those of what they are of."""
     from prometheus_client import REGISTRY

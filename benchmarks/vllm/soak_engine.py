@@ -59,6 +59,16 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
 
     Prompts are cut into chunks alike: a step of the quiet one has no room for more.
     """
+    kept = model.parent / ("quiet" if quiet else "kept")
+    shutil.rmtree(kept, ignore_errors=True)
+    blocks = {} if quiet else {"num_gpu_blocks_override": BLOCKS}
+    with serving(model, {**_parts(model, kept, quiet=quiet), **blocks}, quiet=quiet) as llm:
+        yield llm
+
+
+@contextmanager
+def serving(model: Path, ours: dict[str, Any], *, quiet: bool) -> Iterator[Any]:
+    """The same with options of the plugin, `ours`, whatever they are."""
     from vllm import ModelRegistry
     from vllm.plugins import load_general_plugins
 
@@ -66,14 +76,12 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
     load_general_plugins()
     architecture = f"Kvweave{ARCHITECTURE}"
     ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
-    kept = model.parent / ("quiet" if quiet else "kept")
-    shutil.rmtree(kept, ignore_errors=True)
-    with device.in_process(str(model), **_options(model, kept, quiet=quiet)) as llm:
+    with device.in_process(str(model), **_options(quiet=quiet), **ours) as llm:
         yield llm
 
 
-def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
-    ours = engine_options(
+def _parts(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
+    return engine_options(
         ARCHITECTURE,
         heads=str(model / "heads.json"),
         segment_bytes=STORE_BYTES * (8 if quiet else 1),
@@ -83,10 +91,13 @@ def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
         store_reads="always",
         store_bytes=KEPT_BYTES * (64 if quiet else 1),
     )
+
+
+def _options(*, quiet: bool) -> dict[str, Any]:
     limits: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 4}
     if not quiet:
         limits = {"max_num_batched_tokens": REQUESTS * CHUNK, "max_num_seqs": REQUESTS}
-        limits |= {"long_prefill_token_threshold": CHUNK, "num_gpu_blocks_override": BLOCKS}
+        limits |= {"long_prefill_token_threshold": CHUNK}
     gpu = {"compilation_config": DECODE_GRAPHS, "gpu_memory_utilization": 0.2}
     return {
         "dtype": "float32",
@@ -96,7 +107,6 @@ def _options(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
         **limits,
         **device.options(**gpu, enable_sleep_mode=not quiet),
-        **ours,
     }
 
 

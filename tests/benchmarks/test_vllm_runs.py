@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.report import results
-from benchmarks.vllm import engine, ranks, segments, serve
+from benchmarks.vllm import engine, kv_bytes, ranks, segments, serve
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
@@ -128,3 +128,64 @@ def test_figures_of_vllm_stand_beside_stocks() -> None:
         ("decode step, B=1, 8 tokens, compiled: heads", 2.0, 100.0, {}),
     ]
     assert [task.engine for task in serve.tasks(["capacity"], ["stock", "ours"], {})] == ["stock"]
+
+
+def test_requests_of_all_engines_come_as_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once and then by Poisson: rows of their own, beside the first engine's."""
+    tasks: list[engine.Task] = []
+
+    def found_by(task: engine.Task, limit: float) -> list[dict[str, object]]:
+        tasks.append(task)
+        said = {"engine": task.engine, "mode": "graphs", "job": task.job, "requests": 3}
+        rate, lines = task.rate or 0.4, list[dict[str, object]]()
+        for come, arrivals in (("", 0.0), (", Poisson", rate)):
+            known = {**said, "come": come, "arrivals_s": arrivals}
+            part = 2.0 if task.engine == "far" else 1.0
+            whole = {"read": 90, "said": 9, "seconds": 3.0, "out_s": 3.0, "requests_s": 0.5}
+            lines.append({**known, "what": "throughput", "rate": 33.0 * part, **whole})
+            spread = {"value": 8.0 / part, "p95": 9.0, "p99": 10.0, "worst": 11.0}
+            lines += [{**known, "what": what, **spread} for what in ("first", "between")]
+            lines.append({**known, "what": "device", "bytes": serve.GIB * part, "mean": 1.0})
+        return lines
+
+    said: dict[str, Row] = {}
+    rows_of = serve.rows_of
+
+    def noted(found: list[dict[str, object]]) -> list[Row]:
+        rows = rows_of(found)
+        said.update({row.name: row for row in rows})
+        return rows
+
+    monkeypatch.setattr(serve, "found_by", found_by)
+    monkeypatch.setattr(serve, "rows_of", noted)
+    words = ["--jobs", "throughput", "--engines", "stock", "far", "--task", '{"poisson": true}']
+    assert serve.main(words) == 0
+    assert [(task.engine, task.rate) for task in tasks] == [("stock", 0.0), ("far", 0.4)]
+    assert said["throughput, 3 requests: far"].of["÷ stock"] == 2.0
+    assert said["between tokens, 3 requests, Poisson: far"].of["÷ stock"] == 0.5
+    device = said["KV on the device at most, 3 requests, Poisson: far"]
+    assert (device.value, device.unit, device.of["arrivals_s"]) == (2.0, "GiB", 0.4)
+
+
+def test_the_device_is_looked_at_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the arena's own count where there is one, else by vLLM's share of its blocks."""
+    sizes = iter([3.0, 5.0, 4.0])
+    monkeypatch.setattr(kv_bytes, "EVERY_S", 0.0)
+    watched = kv_bytes.Watched(lambda: iter([("0", 1)]), lambda: next(sizes))
+    assert [list(watched()) for _ in range(3)] == [[("0", 1)]] * 3
+    assert watched.taken() == {"bytes": 5.0, "mean": 4.0}
+    assert watched.taken() == {"bytes": 0.0, "mean": 0.0}
+    task = engine.Task("stock", "throughput")
+    assert engine.block_bytes(task) == 16 * 131072
+
+    def sample(name: str, value: float, **labels: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, value=value, labels=labels)
+
+    of_vllm = [sample(kv_bytes.USED, 0.25), sample(kv_bytes.POOL, 1, num_gpu_blocks="80")]
+    assert kv_bytes.held_of(of_vllm, 100) == 2000.0
+    sizes_of = [("device", "resident", 5), ("device", "slots", 2), ("device", "free", 50)]
+    ours = [
+        sample(kv_bytes.OURS, size, tier=tier, state=state)
+        for tier, state, size in [*sizes_of, ("host", "held", 70)]
+    ]
+    assert kv_bytes.held_of([*of_vllm, *ours], 100) == 7.0

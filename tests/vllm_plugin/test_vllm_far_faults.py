@@ -1,6 +1,6 @@
 """Transfers behind virtual pages that fail, and memory that is not to be had; needs no vLLM.
 
-FAR_EVENTS (300) says how many steps of random events each map has.
+FAR_EVENTS (300) says how many steps of random events each map has, and FAR_EVENTS_SEED which.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ranked_pages import top_k
 from versions import needs_cuda
 
 STEPS = int(os.environ.get("FAR_EVENTS", "300"))
+SEED = int(os.environ.get("FAR_EVENTS_SEED", "7"))
 MAPS = [pytest.param(classes, paced, id=f"{name}, paced {paced}")
         for name, classes in CLASSES.items() for paced in (False, True)]  # fmt: skip
 
@@ -29,7 +30,7 @@ MAPS = [pytest.param(classes, paced, id=f"{name}, paced {paced}")
 @pytest.mark.parametrize(("classes", "paced"), MAPS)
 def test_whoever_fails_fails_alone(classes: Any, paced: bool) -> None:
     """Random events, transfers breaking off half-way: once, or until they are given up."""
-    world = World(classes, "cpu", 7, paced)
+    world = World(classes, "cpu", SEED, paced)
     with world.faults():
         for _ in range(STEPS):
             if world.random.random() < 0.4:

@@ -47,6 +47,12 @@ def test_what_is_refused_of_a_map() -> None:
         budgets_of([[top_k(4), WINDOW]], 1, 0)
     with pytest.raises(Unsupported, match="KV heads: expected a number that 2 ranks divide"):
         budgets_of([[top_k(4), FULL, FULL]], 2, 0)
+    plain = top_k(4, score="min-max", estimate=False)
+    assert budgets_of([[plain, FULL]], 1, 0) == budgets_of([[top_k(4), FULL]], 1, 0)
+    with pytest.raises(Unsupported, match=r"top_k.estimate: expected False in vLLM, got True"):
+        budgets_of([[top_k(4, estimate=True), FULL]], 1, 0)
+    with pytest.raises(Unsupported, match=r"top_k.score: expected min-max in vLLM, got mean"):
+        budgets_of([[plain, top_k(4, score="mean")]], 1, 0)
     with pytest.raises(InvalidArgument, match=r"top_k.pages: expected at least 3, .*got 2"):
         budgets_of([[top_k(2), FULL]], 1, 0)
 

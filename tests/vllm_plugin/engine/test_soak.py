@@ -9,14 +9,22 @@ import os
 from pathlib import Path
 
 import pytest
+import vllm
 
 from benchmarks.vllm import soak
+from kvweave.adapters.vllm import versions
 
 SECONDS = os.environ.get("SOAK_SECONDS", "9")
 
 
+def _modes() -> list[str]:
+    far = versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES)
+    return [mode for mode in soak.MODES if far or mode != "far"]
+
+
+@pytest.mark.parametrize("mode", _modes())
 def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], mode: str
 ) -> None:
     """Blocks, prompts, memory, metrics and logs; then every answer that can be compared.
 
@@ -24,5 +32,5 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
     """
     ours = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(ours))
-    complaints = soak.main(["--seconds", SECONDS])
+    complaints = soak.main(["--seconds", SECONDS, "--mode", mode])
     assert not complaints, capfd.readouterr().out[-2000:]

@@ -12,6 +12,8 @@ from kvweave.errors import InvalidArgument
 ALL = 0
 """The budget of a head that reads all its pages."""
 FEWEST = SINK_PAGES + RECENT_PAGES
+PLAIN = {"score": "min-max", "estimate": "False"}
+"""How heads choose and what becomes of the rest where a map does not say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,17 @@ def budgets_of(
     `rerank_every` is not looked at here: pages are ranked at every step, but where a layout is
     paced. `windows`: whether other heads may have some.
 
-    Errors: `Unsupported` for heads with a window beside top-k heads that may not have one, and for
-    heads that the ranks do not divide; `InvalidArgument` for a budget below the pages that are
-    always read.
+    Errors: `Unsupported` for heads with a window beside top-k heads that may not have one, for
+    heads that the ranks do not divide, and for those that score pages by mean keys or estimate what
+    they do not read: vLLM's blocks have no means beside them. `InvalidArgument` for a budget below
+    the pages that are always read.
     """
     kinds = {str(head["kind"]) for layer in classes for head in layer}
     known = windows or kinds <= {"full", "top_k"}
     require("heads: kinds of heads", known, "full and top_k, or full and window", str(kinds))
+    for name, plain in PLAIN.items():
+        got = {str(head[name]) for layer in classes for head in layer if name in head} - {plain}
+        require(f"heads: top_k.{name}", not got, f"{plain} in vLLM", ", ".join(sorted(got)))
     heads = len(classes[0])
     expected = f"a number that {ranks} ranks divide, beside top-k heads"
     require("heads: KV heads", heads % ranks == 0, expected, str(heads))
