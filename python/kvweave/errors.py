@@ -83,6 +83,10 @@ class ForeignShard(KvweaveError, ValueError):
     """
 
 
+class ForeignStore(KvweaveError, ValueError):
+    """A folder of a store that belongs to another model."""
+
+
 class UnknownShard(KvweaveError, KeyError):
     """No shard of that name in the store, or none behind a document's name."""
 

@@ -23,15 +23,20 @@ namespace where its quota is full, of all where the store is. `Store(eviction="c
 what a shard cost to compute (`put(..., cost=FLOPs)`) against its bytes, and whether it was used
 again: the order of a `KvCache` by that name. Costs lie in the files; uses before a restart do not.
 
+`Store(path, model=fingerprint)`: the folder is to belong to one model. It is the first one's that
+asks; a folder of before there were owners is that of the shards that it holds, and where these are
+several models' it goes on to be nobody's. `store.model` says whose it is. Without `model` a folder
+is used whomever it belongs to.
+
 Any number of processes may use one folder; budgets hold for all of them together. A store is for
 whoever serves tenants, not for tenants: `shard`, `list`, `held` and `documents` tell of all.
 
 # Errors
 `CorruptShard` and `ForeignShard` for files that are not what they should be, by the first thing
-that differs: then the KV is to be computed, and `put` replaces what is spoiled. `QuotaExceeded` and
-`StoreFull` where there is no room, `StoreUnavailable` where the file system refuses,
-`UnknownShard`, `InvalidArgument` for names and sizes that cannot be. After any of them the store
-holds what it held.
+that differs: then the KV is to be computed, and `put` replaces what is spoiled. `ForeignStore` for
+a folder that belongs to another model. `QuotaExceeded` and `StoreFull` where there is no room,
+`StoreUnavailable` where the file system refuses, `UnknownShard`, `InvalidArgument` for names and
+sizes that cannot be. After any of them the store holds what it held.
 """
 
 from kvweave._native import Provenance, Shard, Store, StoredShard

@@ -54,6 +54,11 @@ def _torn_shard() -> None:
     store.get(_provenance(), TOKENS)
 
 
+def _anothers_folder() -> None:
+    _, folder = _store(model="one")
+    Store(folder, model="another")
+
+
 def _without_memory() -> None:
     def allocate() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -136,6 +141,7 @@ RAISES: dict[str, Callable[[], object]] = {
     "CorruptProfile": lambda: PolicyProfile.from_json("{}"),
     "CorruptShard": _torn_shard,
     "ForeignShard": lambda: _provenance("bf16").expect(_provenance()),
+    "ForeignStore": _anothers_folder,
     "UnknownShard": lambda: _store()[0].shard("ab" * 32),
     "StoreFull": lambda: _store(capacity_bytes=12288)[0].put(
         _provenance(), TOKENS, {"kv": bytes(50_000)}

@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from kvweave import HeadClassMap, KvCache, KvShape, Provenance, Store
+from kvweave.adapters.vllm.checkpoint import FLOATS, StoredTensors
 from kvweave.adapters.vllm.segments.markers import parse
 from kvweave.adapters.vllm.server import marks
 from kvweave.payload import KvPayload, export_kv
 from kvweave.policies.policy_profile import PolicyProfile
+from kvweave.weight_sample import WeightComparison, places, samples_of
 from packed_decoding import nothing_is_held
 from packed_payloads import packed_sample
 from payloads import PayloadFile
@@ -30,6 +33,8 @@ HEADS = """{"schema_version": 1, "model_fingerprint": "m", "layers": 2, "kv_head
   "reach": "global", "stability": "unstable"},
  {"layer": 1, "head": 1, "class": {"kind": "window", "sink": 4, "recent": 64}, "reach": "local",
   "stability": "stable"}]}"""
+WEIGHTS = """{"embed_tokens.weight": {"dtype": "bf16", "shape": [300, 64],
+ "values": [0.0123, -1.5e-3]}, "norm.weight": {"dtype": "f32", "shape": [64], "values": [1.0]}}"""
 MARKS: tuple[dict[str, Any], ...] = (
     {"segments": [[0, 4], [6, 90, "manual"]], "namespace": "acme", "discover": True},
     {"policy": {"name": "sparsex", "boundary": 0, "top_k": 0.05}, "segments": [[3, 7]]},
@@ -60,9 +65,35 @@ class Target:
 
 def head_map(_: Path) -> Target:
     def read(data: bytes) -> object:
-        return HeadClassMap.from_json(data.decode("utf-8", "surrogateescape")).to_json()
+        """What is taken may be compared with a model."""
+        heads = HeadClassMap.from_json(data.decode("utf-8", "surrogateescape"))
+        assert samples_of(HeadClassMap.from_json(heads.to_json())) == samples_of(heads)
+        compared = WeightComparison(samples_of(heads))
+        for sample in samples_of(heads):
+            assert compared.sample(sample.name) is not None or "model." in sample.name
+            compared.see(sample, sample.dtype, sample.shape, lambda _, own=sample: own.values)
+        return compared.told()
 
-    return Target("head map", [HEADS.encode()], read)
+    named = f'{HEADS[:-1]}, "weights": {WEIGHTS}}}'
+    return Target("head map", [HEADS.encode(), named.encode()], read)
+
+
+def checkpoint(folder: Path) -> Target:
+    """The header of a file of weights, and elements of whatever it says to have."""
+    path = folder / "model.safetensors"
+    tensors = {"norm.weight": torch.ones(8), "q.weight": torch.ones(4, 4, dtype=torch.bfloat16)}
+    save_file({**tensors, "packed": torch.zeros(3, dtype=torch.int8)}, path)
+    document = path.read_bytes()
+
+    def read(data: bytes) -> object:
+        path.write_bytes(data)
+        found = StoredTensors.of(path)
+        for tensor in found.by_name.values():
+            if tensor.dtype in FLOATS:
+                found.floats(tensor, places(tensor.shape, 2))
+        return found
+
+    return Target("checkpoint", [document], read)
 
 
 def payload(_: Path) -> Target:
@@ -170,6 +201,7 @@ def _json(text: str) -> Any:
 
 TARGETS = {
     "head_map": head_map,
+    "checkpoint": checkpoint,
     "payload": payload,
     "packed_payload": packed_payload,
     "profile": policy_profile,

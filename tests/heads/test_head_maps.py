@@ -140,6 +140,7 @@ def test_a_pattern_becomes_a_map(asked: dict[str, float], kept: set[Any], tmp_pa
     made = DuoPattern.read(*pattern_in(tmp_path)).map(spec, **asked)
     plain = json.loads(made.to_json())
     assert plain["model_fingerprint"] == spec.fingerprint
+    assert sorted(plain["weights"]) == sorted(each.name for each in spec.weights)
     found = {(e["layer"], e["head"]) for e in plain["heads"] if e["class"] == {"kind": "full"}}
     assert found == kept
     window = {"kind": "window", "sink": 8, "recent": 32}

@@ -290,6 +290,7 @@ def test_the_map_says_what_was_measured(profiled: Profiled) -> None:
     assert HeadClassMap.from_json(made.to_json()) == made
     plain = json.loads(made.to_json())
     assert plain["model_fingerprint"] == runner.spec.fingerprint
+    assert sorted(plain["weights"]) == sorted(each.name for each in runner.spec.weights)
     is_global = np.array([entry["reach"] == "global" for entry in plain["heads"]])
     np.testing.assert_array_equal(is_global.reshape(4, 2), top(profile.score(), 2))
     for entry in plain["heads"]:

@@ -35,7 +35,7 @@ PYTHON_LAYERS = [
     {"errors"},
     {"always_read", "arguments", "closing", "device_memory", "flops", "spare_slots"},
     {"cache", "ops", "scheduler", "store"},
-    {"remote"},
+    {"remote", "weight_sample"},
     {"drawn", "plan", "models", "payload"},
     {"plan_walk", "question"},
     {"policies"},
@@ -49,6 +49,7 @@ PYTHON_LAYERS = [
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm", "kvpress"}
 HEAVY_FREE = {"__init__", "always_read", "errors", "flops", "cache", "remote", "scheduler", "store"}
+HEAVY_FREE |= {"weight_sample"}
 FRAMEWORKS = {
     "transformers": {"runner", "adapters", "models", "demo"},
     "vllm": {"adapters"},

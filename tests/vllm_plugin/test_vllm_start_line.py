@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvweave import CorruptHeadMap, HeadClassMap, KvShape, __version__
-from kvweave.adapters.vllm.start_line import active_line, idle_lines
+from kvweave.adapters.vllm.heads.same_model import UNNAMED
+from kvweave.adapters.vllm.start_line import active_line, idle_lines, map_lines
 
 LAYERS, KV_HEADS = 2, 4
 OURS = "KvweaveLlamaForCausalLM"
@@ -21,6 +22,7 @@ EXTENSION = "kvweave.adapters.vllm.segments.extension.KnowledgeBaseWorker"
 def config(architecture: str = OURS, section: Any = None, **others: Any) -> Any:
     shape = SimpleNamespace(num_hidden_layers=LAYERS)
     return SimpleNamespace(
+        load_config=SimpleNamespace(load_format=others.get("load_format", "auto")),
         additional_config={} if section is None else {"kvweave": section},
         kv_transfer_config=others.get("transfer"),
         parallel_config=SimpleNamespace(worker_extension_cls=others.get("extension", "")),
@@ -69,6 +71,20 @@ def test_the_line_names_what_is_active(map_file: Path) -> None:
 def test_a_stock_model_on_the_backend_has_no_features() -> None:
     line = active_line(config("LlamaForCausalLM", {"segment_bytes": 1}), "0.26.0", {})
     assert line.endswith("in vLLM 0.26.0; its backend")
+
+
+def test_whether_a_map_is_of_the_model_is_said_where_it_is_not_known(map_file: Path) -> None:
+    section = {"heads": str(map_file)}
+    assert map_lines(config(section=section), {}) == [UNNAMED]
+    plain = json.loads(map_file.read_text())
+    plain["weights"] = {"norm.weight": {"dtype": "f32", "shape": [8], "values": [1.0]}}
+    map_file.write_text(json.dumps(plain))
+    assert map_lines(config(section=section), {}) == []
+    (line,) = map_lines(config(section=section, load_format="dummy"), {})
+    assert line.startswith("load_format: expected weights by their names")
+    assert line.endswith("got dummy; they are not compared")
+    assert map_lines(config(section=SEGMENTS), {}) == []
+    assert map_lines(config("LlamaForCausalLM", section), {}) == []
 
 
 def test_a_map_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -297,17 +297,19 @@ def _stability(
 
 
 def _earlier(path: Path, model: Any) -> RecordedScores:
-    """The scores of an earlier map of the same model."""
+    """The scores of an earlier map of the same model, and values of its weights."""
+    from dataclasses import replace
+
     from kvweave.cli.recorded_scores import RecordedScores
     from kvweave.runner.model.model_spec import describe
 
-    recorded, fingerprint = RecordedScores.read(path), describe(model).fingerprint
-    if recorded.profile.model_fingerprint != fingerprint:
+    recorded, spec = RecordedScores.read(path), describe(model)
+    if recorded.profile.model_fingerprint != spec.fingerprint:
         raise CorruptHeadMap(
-            f"{path.name}: expected a map of this model, {fingerprint[:16]}…, "
+            f"{path.name}: expected a map of this model, {spec.fingerprint[:16]}…, "
             f"got one of {recorded.profile.model_fingerprint[:16]}…"
         )
-    return recorded
+    return replace(recorded, profile=replace(recorded.profile, weights=spec.weights))
 
 
 def _show(made: HeadClassMap, title: str, out_file: Path | None, figure: Path | None) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvweave.cli.console import out, user_errors
+from kvweave.cli.console import err, out, user_errors
 from kvweave.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvweave.cli.vllm_model import ServedModel
 
 GIB = 2**30
 SUFFIXES = (".yaml", ".yml")
@@ -40,6 +43,9 @@ def vllm_config(
     store: Annotated[
         Path | None, typer.Option(help="A folder that keeps documents, or what is offloaded.")
     ] = None,
+    store_shared: Annotated[
+        bool, typer.Option("--store-shared", help="Several models may use the folder.")
+    ] = False,
     store_gib: Annotated[
         float | None, typer.Option(min=0.001, help="GiB that the folder may take.")
     ] = None,
@@ -56,13 +62,10 @@ def vllm_config(
     out_file: Annotated[Path | None, typer.Option("--out", help="Write it here.")] = None,
 ) -> None:
     """Print a configuration for `vllm serve`; without options, that of the attention backend."""
-    from kvweave.adapters.vllm.heads.served_map import check_map
     from kvweave.adapters.vllm.serving import server_config
     from kvweave.cli.vllm_model import served_model
 
-    if frozen_share is not None and segments_gib is None:
-        text = "frozen-share: expected it beside segments-gib, got it alone"
-        raise InvalidArgument(text, expected="segments-gib", got="none")
+    _check_share(frozen_share, segments_gib)
     sizes = {
         "segment_bytes": _bytes("segments-gib", segments_gib),
         "host_bytes": _bytes("host-gib", host_gib),
@@ -76,6 +79,7 @@ def vllm_config(
         "frozen_share": frozen_share,
         "virtual_pages": virtual_pages or None,
         "store": None if store is None else str(store.resolve()),
+        "store_shared": store_shared or None,
         **sizes,
     }
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -85,9 +89,27 @@ def vllm_config(
         read = served_model(model)
         text = server_config(read.architecture, metrics=metrics, **chosen)
         if heads is not None:
-            of_model, host = (read.layers, read.kv_heads, ranks), host_gib is not None
-            check_map(heads, *of_model, virtual_pages=virtual_pages, host=host)
+            _check_map(heads, read, ranks, virtual_pages, host_gib is not None)
     _tell(text, model, out_file)
+
+
+def _check_share(frozen_share: float | None, segments_gib: float | None) -> None:
+    if frozen_share is not None and segments_gib is None:
+        text = "frozen-share: expected it beside segments-gib, got it alone"
+        raise InvalidArgument(text, expected="segments-gib", got="none")
+
+
+def _check_map(
+    heads: Path, model: ServedModel, ranks: int, virtual_pages: bool, host: bool
+) -> None:
+    """Refuses a map that this model cannot be served with, and says how that is known."""
+    from kvweave.adapters.vllm.heads.same_model import check_files
+    from kvweave.adapters.vllm.heads.served_map import check_map
+
+    sizes = model.layers, model.kv_heads, ranks
+    check_map(heads, *sizes, virtual_pages=virtual_pages, host=host)
+    told = check_files(heads, model.folder)
+    err().print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell(text: str, model: str, out_file: Path | None) -> None:
@@ -119,6 +141,7 @@ def _offloading(host_bytes: int, metrics: bool, chosen: dict[str, Any]) -> str:
     from kvweave.adapters.vllm.serving import config_text, offloading_options
 
     names = {"store_bytes": "capacity_bytes", "store_quota_bytes": "quota_bytes"}
+    names["store_shared"] = "shared"
     others = [name for name in chosen if name != "store" and name not in names]
     others += ["metrics"] if metrics else []
     if others or "store" not in chosen:

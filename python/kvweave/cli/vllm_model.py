@@ -1,4 +1,4 @@
-"""What `kvweave vllm-config` must know of a model: its `config.json`, and no more of it is read."""
+"""What `kvweave vllm-config` must know of a model, by its `config.json`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from kvweave.models import PACKAGED, ModelUnavailable
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The architecture that a config names first, its L layers and G KV heads."""
+    """The architecture that a config names first, its L layers and G KV heads.
 
+    `folder`: where the config is, and the weights where they are on this machine.
+    """
+
+    folder: Path
     architecture: str
     layers: int
     kv_heads: int
@@ -33,7 +37,7 @@ def served_model(model: str) -> ServedModel:
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         expected = "architectures: the name of a class of vLLM's"
         raise InvalidArgument(f"{path}: expected {expected}, got {named!r}", expected=expected)
-    return ServedModel(named[0], shape.layers, shape.kv_heads)
+    return ServedModel(path.parent, named[0], shape.layers, shape.kv_heads)
 
 
 def _config_file(model: str) -> Path:

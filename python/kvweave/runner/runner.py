@@ -45,6 +45,7 @@ from kvweave.runner.model.layer import needs_tiling
 from kvweave.runner.model.model_spec import describe
 from kvweave.runner.model.place import check_place
 from kvweave.runner.model.rope import Rotary
+from kvweave.runner.model.sampled_weights import of_weights
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
@@ -82,10 +83,11 @@ class Runner(KnowledgeBase, Retention, HandOff):
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
-    does not go with packed pages or host memory; `CorruptProfile` for a profile of another model,
-    dtype or head map; `DeviceUnavailable` for a model on a GPU that the kernels cannot use;
-    `OutOfMemory` for an arena that its device cannot hold. Every method that computes raises
-    `OutOfMemory` too, when a pass finds no room beside the arena; it holds nothing then.
+    does not go with packed pages or host memory; `CorruptHeadMap` for a map, `CorruptProfile` for a
+    profile of another model, dtype or head map, `ForeignStore` for a folder of another model;
+    `DeviceUnavailable` for a model on a GPU that the kernels cannot use; `OutOfMemory` for an arena
+    that its device cannot hold. Every method that computes raises `OutOfMemory` too, when a pass
+    finds no room beside the arena; it holds nothing then.
 
     One thread computes with a runner at a time. Every method that computes raises
     `AlreadyStepping` while another thread does, or a server serves the runner: see `serve`.
@@ -128,7 +130,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         check_host(*over, kv_dtype)
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
-        heads = check_profile(profile, canary, self.spec, heads)
+        heads = of_weights(check_profile(profile, canary, self.spec, heads), model)
         asked = {"kv_dtype": kv_dtype, "host_arrivals": host_arrivals}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
         self.cache, pages, self.packed = make_pools(

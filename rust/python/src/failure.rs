@@ -128,6 +128,7 @@ impl From<StoreError> for Failure {
             StoreErrorKind::InvalidArgument => "InvalidArgument",
             StoreErrorKind::Truncated | StoreErrorKind::Corrupt => "CorruptShard",
             StoreErrorKind::OtherSchema | StoreErrorKind::Foreign => "ForeignShard",
+            StoreErrorKind::OtherModel => "ForeignStore",
             StoreErrorKind::Unknown => "UnknownShard",
             StoreErrorKind::QuotaExceeded { .. } => "QuotaExceeded",
             StoreErrorKind::Full { .. } | StoreErrorKind::DiskFull => "StoreFull",

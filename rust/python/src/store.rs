@@ -171,7 +171,7 @@ impl Store {
     #[new]
     #[pyo3(signature = (
         path, *, hash=None, create=true, capacity_bytes=None, quota_bytes=None, direct=true,
-        threads=Number::from(4), eviction=Text("lru")
+        threads=Number::from(4), eviction=Text("lru"), model=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
@@ -185,11 +185,13 @@ impl Store {
         direct: bool,
         threads: Number,
         eviction: Text<'_>,
+        model: Option<Text<'_>>,
     ) -> PyResult<Self> {
         let opened = call_core(py, || {
             let options = StoreOptions {
                 naming: hash.map(|hash| Naming::of(hash.0)).transpose()?,
                 create,
+                model: model.map(|model| model.0.to_owned()),
                 budget: Budget {
                     capacity: size("capacity_bytes", capacity_bytes)?,
                     quota: size("quota_bytes", quota_bytes)?,
@@ -208,6 +210,12 @@ impl Store {
     #[getter]
     fn hash(&self) -> &'static str {
         self.0.naming().name()
+    }
+
+    /// The model that the folder belonged to when it was opened; None: nobody's.
+    #[getter]
+    fn model(&self) -> Option<&str> {
+        self.0.model()
     }
 
     fn __repr__(&self) -> String {

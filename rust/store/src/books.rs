@@ -66,6 +66,12 @@ impl Books {
         self.shards.iter()
     }
 
+    /// What whole shards say of their models.
+    pub fn models(&self) -> impl Iterator<Item = &str> {
+        let whole = self.shards.values().filter_map(|entry| entry.header.as_ref().ok());
+        whole.map(|header| &*header.provenance.model)
+    }
+
     /// One of them.
     pub fn entry(&self, name: &ShardName) -> Option<&Entry> {
         self.shards.get(name)

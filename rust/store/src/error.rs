@@ -27,6 +27,8 @@ pub enum ErrorKind {
     OtherSchema,
     /// A whole shard of another model, dtype, RoPE regime, head map, layout, namespace or text.
     Foreign,
+    /// A folder that belongs to another model.
+    OtherModel,
     /// No shard, or no document, of that name.
     Unknown,
     /// More bytes than the quota of a namespace has left, with all evicted that may be.

@@ -77,7 +77,7 @@ pub struct Layout {
 pub struct Provenance {
     /// Whose text it is.
     pub namespace: String,
-    /// Fingerprint of the weights.
+    /// Fingerprint of the weights; behind a space, what else of the model its KV depends on.
     pub model: String,
     /// Element type.
     pub dtype: Dtype,
@@ -229,6 +229,13 @@ impl fmt::Display for ShardName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
+}
+
+/// Whether what a shard says of its model is this one. Behind a space may stand what else of the
+/// model its KV depends on.
+pub(crate) fn is_of(found: &str, model: &str) -> bool {
+    let rest = found.strip_prefix(model);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(' '))
 }
 
 pub(crate) fn check_name(what: &str, text: &str, least: usize) -> Result<(), StoreError> {

@@ -17,7 +17,7 @@ use crate::error::{ErrorKind, StoreError};
 use crate::folder::{Beside, Changing, Folder, sync};
 use crate::header::{Part, ShardHeader, Terms, check_tokens, ids_of};
 use crate::identity::{Naming, Provenance, ShardName, check_name};
-use crate::record::{expect_ours, record};
+use crate::record::{claim, expect_ours, record};
 use crate::shard::Shard;
 use crate::victims::{Lru, Victims};
 
@@ -27,6 +27,8 @@ pub struct StoreOptions {
     pub naming: Option<Naming>,
     /// Whether a folder is made where there is none.
     pub create: bool,
+    /// The model that the folder is to belong to; `None`: it is used whomever it belongs to.
+    pub model: Option<String>,
     /// What may be held.
     pub budget: Budget,
     /// What goes first where room is wanted.
@@ -42,6 +44,7 @@ impl Default for StoreOptions {
         StoreOptions {
             naming: None,
             create: true,
+            model: None,
             budget: Budget::default(),
             victims: Box::new(Lru),
             direct: true,
@@ -80,6 +83,7 @@ pub struct Listed {
 pub struct Store {
     pub(crate) folder: Folder,
     naming: Naming,
+    model: Option<String>,
     budget: Mutex<Budget>,
     victims: Box<dyn Victims>,
     direct: bool,
@@ -92,23 +96,31 @@ impl Store {
     ///
     /// # Errors
     /// `InvalidArgument` for a folder of other things or another naming, `Unknown` where there is
-    /// none and none is to be made, `Corrupt`, `OtherSchema`, `Io`.
+    /// none and none is to be made, `OtherModel`, `Corrupt`, `OtherSchema`, `DiskFull`, `Io`.
     pub fn open(root: &Path, options: StoreOptions) -> Result<Store, StoreError> {
         expect_ours(root, options.create)?;
         let folder = Folder::make(root)?;
-        let naming = {
-            let _alone = folder.change()?;
-            record(&folder, options.naming)?
+        let threads = options.threads.max(1);
+        let mut books = Books::default();
+        let known = {
+            let alone = folder.change()?;
+            let mut known = record(&folder, options.naming)?;
+            if let Some(model) = &options.model {
+                books.refresh(&folder, alone.changes, threads)?;
+                claim(&folder, &mut known, model, books.models())?;
+            }
+            known
         };
         folder.collect_leftovers()?;
         let store = Store {
             folder,
-            naming,
+            naming: known.naming,
+            model: known.model,
             budget: Mutex::new(options.budget),
             victims: options.victims,
             direct: options.direct,
-            threads: options.threads.max(1),
-            books: Mutex::default(),
+            threads,
+            books: Mutex::new(books),
         };
         drop(store.books()?);
         Ok(store)
@@ -118,6 +130,12 @@ impl Store {
     #[must_use]
     pub fn naming(&self) -> Naming {
         self.naming
+    }
+
+    /// The model that the folder belonged to when it was opened, if any.
+    #[must_use]
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
     }
 
     /// The folder that it is.

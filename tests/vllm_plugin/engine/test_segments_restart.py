@@ -15,7 +15,7 @@ from families import tiny
 from kvweave.adapters.vllm.segments import worker
 from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.errors import PoolFull, UnknownSegment
+from kvweave.errors import ForeignStore, PoolFull, UnknownSegment
 from kvweave.store import Store
 from vllm_engines import Answer, same
 from vllm_segments import (
@@ -175,6 +175,7 @@ def test_what_is_spoiled_is_computed(checkpoint, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("foreign", ["weights", "rope", "dtype"])
 def test_documents_of_another_model_are_none(checkpoint, tmp_path: Path, foreign: str) -> None:
+    """A folder of another model is refused at start, unless several are to use it."""
     model, changes = checkpoint("llama"), {}
     first_run(model, tmp_path / "store")
     if foreign == "weights":
@@ -183,12 +184,17 @@ def test_documents_of_another_model_are_none(checkpoint, tmp_path: Path, foreign
             other.model.layers[2].self_attn.k_proj.weight[0, 0] += 1
         model = tmp_path / "model"
         other.save_pretrained(model)
-    choice = settings(store=str(tmp_path / "store"))
+    shared = {"store_shared": True} if foreign == "weights" else {}
+    choice = settings(store=str(tmp_path / "store"), **shared)
     if foreign == "rope":
         rope = {"rope_type": "default", "rope_theta": 5e5}
         choice["hf_overrides"] = {**choice["hf_overrides"], "rope_parameters": rope}
     if foreign == "dtype":
         changes = {"dtype": "bfloat16"}
+    if foreign == "rope":
+        with pytest.raises(ForeignStore, match="or set store_shared"), segments(model, choice):
+            pass
+        return
     with segments(model, choice, **changes) as (llm, counts):
         base = KnowledgeBase(llm.collective_rpc)
         assert len(ask(llm, BOTH, namespace="acme", policy="naive").tokens) == 6
@@ -231,3 +237,13 @@ def test_a_folder_without_room_says_so(checkpoint, tmp_path: Path) -> None:
         assert counts.total.hits["frozen"] == len(DOCUMENT)
     with restarted(model, tmp_path) as (_, _, base):
         assert base.entries() == []
+
+
+def test_a_folder_of_other_ranks_of_another_model_is_refused(checkpoint, tmp_path: Path) -> None:
+    """It need not be read: it is a folder below the one that belongs to a model."""
+    Store(tmp_path / "rank-1-of-2", hash="sha256", model="another")
+    (tmp_path / "rank-0-of-2").mkdir()
+    (tmp_path / "rank-0-of-2" / "store.json").write_text("spoiled")
+    choice = settings(store=str(tmp_path))
+    with pytest.raises(ForeignStore, match="rank-1-of-2"), segments(checkpoint("llama"), choice):
+        pass

@@ -15,9 +15,9 @@ import vllm_cpu_offload
 from families import tiny
 from kvweave.adapters.vllm.serving import offloading_options
 from kvweave.adapters.vllm.store_tier.connector import namespace_of
-from kvweave.errors import Unsupported
+from kvweave.errors import ForeignStore, Unsupported
 from kvweave.store import Store
-from vllm_engines import STOCK, Answer, answers, engine, prompt, same
+from vllm_engines import STOCK, Answer, answers, clean, engine, prompt, same
 from vllm_segments import SIZES
 
 HOST = 1 << 24
@@ -113,7 +113,16 @@ def test_chunks_of_another_engine_are_none(checkpoint, tmp_path: Path, foreign: 
         changes = {"dtype": "bfloat16"}
     if foreign == "backend":
         changes = {"attention_config": {"backend": "CUSTOM"}}
-    with offloading(model, tmp_path / "store", changes=changes) as llm:
+    if foreign in ("weights", "rope"):
+        refused = pytest.raises(ForeignStore, match="name another folder, or set .*shared")
+        with refused as raised, offloading(model, tmp_path / "store", changes=changes):
+            pass
+        assert "a folder of model" in str(raised.value.expected)
+        clean()
+    if foreign == "rope":
+        return
+    shared = {"shared": True} if foreign == "weights" else {}
+    with offloading(model, tmp_path / "store", changes=changes, **shared) as llm:
         assert cached(asked(llm)) == [0, 0]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import vllm_tiers
-from kvweave.errors import InvalidArgument
+from kvweave.errors import ForeignStore, InvalidArgument
 from kvweave.store import Store
 from vllm_tiers import ORIGIN, keys, tiers, write_for_ever
 
@@ -74,7 +74,10 @@ def test_chunks_of_anything_else_are_none(tmp_path: Path, field: str) -> None:
     others |= {"kv_heads": 4, "head_dim": 64}
     salt = "salt-b" if field == "salt" else "salt-a"
     origin = ORIGIN if field == "salt" else replace(ORIGIN, **{field: others[field]})
-    with tiers(tmp_path, origin=origin) as made:
+    if field == "model":
+        with pytest.raises(ForeignStore, match="shared"), tiers(tmp_path, origin=origin):
+            pass
+    with tiers(tmp_path, origin=origin, shared=field == "model") as made:
         assert made.found(NAMES, salt) == [False] * 20
     with tiers(tmp_path) as made:
         assert made.found(NAMES, "salt-a") == [True] * 20
@@ -188,6 +191,7 @@ def test_a_writer_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path: P
         {"read_threads": 0},
         {"write_threads": 1.5},
         {"quota_bytes": True},
+        {"shared": 1},
         {"of": None},
     ],
 )

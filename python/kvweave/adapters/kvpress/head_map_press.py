@@ -14,6 +14,7 @@ from kvweave.adapters.kvpress.pressed_layer import READS
 from kvweave.adapters.transformers.ranked_rows import FEWEST_PAGES, PageRead
 from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.runner.model.sampled_weights import check_weights
 
 
 @dataclass
@@ -31,9 +32,9 @@ class HeadMapPress(BasePress):
 
     # Errors
     When a model is entered `InvalidArgument` for a map of another number of layers or heads, or
-    with heads that read fewer pages than are always read, `Unsupported` for heads that estimate
-    what they leave out. `Unsupported` for heads that choose pages beside a cache without any, when
-    a context is prefilled.
+    with heads that read fewer pages than are always read, `CorruptHeadMap` for one of another
+    model's weights, `Unsupported` for heads that estimate what they leave out. `Unsupported` for
+    heads that choose pages beside a cache without any, when a context is prefilled.
     """
 
     heads: HeadClassMap
@@ -66,6 +67,7 @@ class HeadMapPress(BasePress):
                 f"heads: expected a map of {sizes[0]} layers with {sizes[1]} KV heads, "
                 f"got {self.heads.layers} with {self.heads.kv_heads}"
             )
+        check_weights(self.heads, model)
         self._windows, self._reads, self._tokens = {}, {}, 0
         for entry in json.loads(self.heads.to_json())["heads"]:
             kind, layer, head = entry["class"], entry["layer"], entry["head"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from kvweave.adapters.vllm.checkpoint import StoredTensors
 from kvweave.adapters.vllm.require import require
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -28,7 +29,8 @@ def model_identity(config: Any) -> str:
     The configuration is the one that is served, with what the user overrides of it (RoPE, say).
     Weights of `load_format="dummy"` are named by their seed.
 
-    Errors: `Unsupported` where the weights are no files on this machine, or LoRA changes them.
+    Errors: `Unsupported` where the weights are no files on this machine, or LoRA changes them, and
+    as `StoredTensors.of`.
     """
     require("lora_config", config.lora_config is None, "none beside a store", "one")
     model, load = config.model_config, config.load_config
@@ -76,7 +78,7 @@ def _sampled(path: Path) -> bytes:
     size = path.stat().st_size
     digest = hashlib.sha256(f"{path.name} {size}".encode())
     with path.open("rb") as file:
-        spans = _tensors(file) if path.suffix == ".safetensors" else [(0, size)] * (size > 0)
+        spans = _spans(path) if path.suffix == ".safetensors" else [(0, size)] * (size > 0)
         for begin, end in spans:
             last = max(end - begin - RUN_BYTES, 0)
             count = RUNS if len(spans) > 1 else RUNS_ALONE
@@ -86,10 +88,7 @@ def _sampled(path: Path) -> bytes:
     return digest.digest()
 
 
-def _tensors(file: BinaryIO) -> list[tuple[int, int]]:
+def _spans(path: Path) -> list[tuple[int, int]]:
     """Where the header of a safetensors file is, and each of its tensors."""
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
-    offsets = (tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__")
-    base = 8 + length
-    return [(0, base), *sorted((base + begin, base + end) for begin, end in offsets)]
+    tensors = StoredTensors.of(path)
+    return [(0, tensors.base), *sorted((one.begin, one.end) for one in tensors.by_name.values())]

@@ -27,7 +27,8 @@ from kvweave.adapters.vllm.composition import (
     TOP_K,
     check_together,
 )
-from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes
+from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes, read_map
+from kvweave.adapters.vllm.heads.same_model import watched
 from kvweave.adapters.vllm.heads.split import in_order, split_of
 from kvweave.adapters.vllm.heads.worker import split_model
 from kvweave.adapters.vllm.options import Options, options_of
@@ -38,11 +39,12 @@ from kvweave.adapters.vllm.segments.model import (
     give_store,
     guard_model,
 )
-from kvweave.adapters.vllm.start_line import log_start
+from kvweave.adapters.vllm.start_line import log_compared, log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
 from kvweave.adapters.vllm.virtual_pages.model import layout_for, use_virtual_pages
 from kvweave.errors import InvalidArgument
+from kvweave.weight_sample import WeightComparison, samples_of
 
 DIGEST = "kvweave_digest"
 """A key of `additional_config` that is the plugin's own."""
@@ -54,7 +56,7 @@ class _KvweaveModel:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
         options = _options_of(vllm_config)
         log_start(vllm_config)
-        self.split = self.layout = self.budgets = None
+        self.split = self.layout = self.budgets = self.compared = None
         reusing = options.segment_bytes is not None
         classes = _classes_of(vllm_config, options)
         check_together(_parts_of(options, classes), vllm_config)
@@ -65,6 +67,8 @@ class _KvweaveModel:
             self.budgets = budgets_for(vllm_config, classes, windows=windows)
         elif classes is not None and not options.virtual_pages:
             self.split = split_of(classes, vllm_config.parallel_config.tensor_parallel_size)
+        if options.heads is not None and (samples := samples_of(read_map(options.heads))):
+            self.compared = WeightComparison(samples)
         record_digest(vllm_config, options)
         stock: Any = super()
         stock.__init__(vllm_config=vllm_config, prefix=prefix, **others)
@@ -87,11 +91,20 @@ class _KvweaveModel:
         return stock.forward(*given, **named) if reused is None else reused
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Loads a checkpoint, heads in the order of the split."""
+        """Loads a checkpoint, heads in the order of the split.
+
+        Errors: as `watched` for a map of other weights. What replaces the weights later, in
+        training, is not compared.
+        """
+        compared, self.compared = self.compared, None
+        if compared is not None:
+            weights = watched(weights, compared)
         if self.split is not None:
             weights = in_order(weights, self.split)
         stock: Any = super()
         loaded: set[str] = stock.load_weights(weights)
+        if compared is not None:
+            log_compared(compared)
         return loaded
 
 

@@ -18,6 +18,7 @@ from kvweave.errors import InvalidArgument
 SECTION = "kvweave"
 PackedKind = Literal["int4", "int8"]
 """What pages of a store of segments may be packed in."""
+FLAGS = {"1": True, "true": True, "0": False, "false": False}
 TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "heads": (str, "a path"),
     "segment_bytes": (int, "bytes"),
@@ -27,13 +28,14 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
     "store_reads": (str, "faster or always"),
+    "store_shared": (FLAGS.__getitem__, "1 or 0"),
     "host_bytes": (int, "bytes"),
-    "virtual_pages": ({"1": True, "true": True, "0": False, "false": False}.__getitem__, "1 or 0"),
+    "virtual_pages": (FLAGS.__getitem__, "1 or 0"),
 }
 """The options; how the text of a variable is read, and what is expected."""
 BESIDE = {
     **dict.fromkeys(("store", "segment_dtype"), "segment_bytes"),
-    **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads"), "store"),
+    **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads", "store_shared"), "store"),
     "host_bytes": "virtual_pages",
 }
 """Options that say nothing without another one."""
@@ -53,6 +55,7 @@ class Options:
     `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
     `store_bytes` there, of which a namespace may have `store_quota_bytes`. None: no bound.
     `store_reads`: documents are read where that is "faster" than computing them, or "always".
+    `store_shared`: several models may use the folder; else it belongs to the first that did.
     """
 
     heads: Path | None = None
@@ -66,6 +69,7 @@ class Options:
     store_bytes: int | None = field(default=None, repr=False)
     store_quota_bytes: int | None = field(default=None, repr=False)
     store_reads: str = field(default="faster", repr=False)
+    store_shared: bool = field(default=False, repr=False)
 
     def digest(self) -> str:
         """What a graph that was compiled under these options may depend on, the map's text too."""
@@ -108,8 +112,9 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     _require(
         where["segment_dtype"], packed in (None, *get_args(PackedKind)), "int4 or int8", packed
     )
-    virtual = given.get("virtual_pages", False)
-    _require(where["virtual_pages"], isinstance(virtual, bool), "true or false", virtual)
+    for name in ("virtual_pages", "store_shared"):
+        flag = given.get(name, False)
+        _require(where[name], isinstance(flag, bool), "true or false", flag)
     paths = {name: Path(given[name]) for name in ("heads", "store") if given.get(name) is not None}
     return Options(**{**given, **paths, "frozen_share": float(share)})
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvweave import __version__, cuda_status
-from kvweave.adapters.vllm.heads.class_map import read_classes
+from kvweave.adapters.vllm.heads.class_map import read_classes, read_map
+from kvweave.adapters.vllm.heads.same_model import NAMELESS, UNNAMED
 from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
 from kvweave.errors import InvalidArgument
+from kvweave.weight_sample import WeightComparison, samples_of
 
 PREFIX = "KVWEAVE_"
 BUILD = ("KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
@@ -34,8 +36,17 @@ def log_start(config: Any) -> None:
     # A logger of vLLM's: nobody listens to others in its processes.
     log: Any = init_logger("vllm.kvweave")
     log.info_once("%s", active_line(config, vllm_version))
-    for line in idle_lines(config):
+    for line in (*idle_lines(config), *map_lines(config)):
         log.warning_once("%s", line)
+
+
+def log_compared(compared: WeightComparison) -> None:
+    """Logs which of a map's values are those of the weights that were loaded: once a machine."""
+    from vllm.logger import init_logger
+
+    log: Any = init_logger("vllm.kvweave")
+    tell = log.info_once if compared.seen else log.warning_once
+    tell("heads: %s", compared.told())
 
 
 def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -56,6 +67,25 @@ def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] =
 def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
     """What is set and has no effect, a line each that names it."""
     return [*_variables(config, environment), *_options(config, environment)]
+
+
+def map_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Why it is not known whether the head map, if there is one, is of the model's weights.
+
+    Errors: as `options_of` and `read_map`.
+    """
+    if _architecture(config) not in MODELS:
+        return []
+    heads = options_of(config.additional_config, environment).heads
+    if heads is None:
+        return []
+    if not samples_of(read_map(heads)):
+        return [UNNAMED]
+    kind = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    if kind in NAMELESS:
+        expected = "weights by their names, which the map's are compared with"
+        return [f"load_format: expected {expected}, got {kind}; they are not compared"]
+    return []
 
 
 def _features(config: Any, options: Options) -> Iterator[str]:

@@ -87,7 +87,9 @@ class DuoPattern:
         chosen = self._chosen(share, threshold)
         # The pattern says nothing of pages that stay important.
         unmeasured = np.zeros_like(chosen)
-        return head_map(spec.fingerprint, chosen, unmeasured, kept_sink, kept_recent, evidence)
+        window = kept_sink, kept_recent
+        of, weights = spec.fingerprint, spec.weights
+        return head_map(of, chosen, unmeasured, *window, evidence, weights=weights)
 
     def _asked(self, share: float | None, threshold: float | None) -> float:
         if share is not None and threshold is not None:

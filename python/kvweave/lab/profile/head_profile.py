@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
@@ -21,6 +21,7 @@ from kvweave.lab.profile.scores import (
     rounded,
     top,
 )
+from kvweave.weight_sample import WeightSample, samples_json, samples_of
 
 SCHEMA_VERSION = 1
 UNSTABLE_SHARE = 0.25
@@ -36,7 +37,8 @@ class HeadProfile:
     """Scores of L × G heads at some prompt lengths.
 
     `subject`: what decides the figures (texts with digests, seed, prompts), as plain data.
-    `sink` and `recent`: the local window that `edge` was measured with.
+    `sink` and `recent`: the local window that `edge` was measured with. `weights`: a few values of
+    the weights that were measured; none of scores that say nothing of them.
     """
 
     model_fingerprint: str
@@ -44,6 +46,7 @@ class HeadProfile:
     recent: int
     lengths: tuple[LengthScores, ...]
     subject: Mapping[str, Any] = field(default_factory=dict)
+    weights: tuple[WeightSample, ...] = ()
 
     @staticmethod
     def from_map(heads: HeadClassMap) -> HeadProfile:
@@ -74,7 +77,8 @@ class HeadProfile:
                 )
         if not lengths:
             raise CorruptHeadMap("head map evidence: expected scores at some length, got none")
-        return HeadProfile(heads.model_fingerprint, *window, lengths, subject)
+        of = samples_of(heads)
+        return HeadProfile(heads.model_fingerprint, *window, lengths, subject, of)
 
     @property
     def heads(self) -> int:
@@ -151,7 +155,8 @@ class HeadProfile:
         evidence = {**self.evidence(kept), **(evidence or {})}
         window = (self.sink if sink is None else sink, self.recent if recent is None else recent)
         stable = self.stable() if unstable is None else ~unstable
-        return head_map(self.model_fingerprint, chosen, stable, *window, evidence)
+        of = self.model_fingerprint
+        return head_map(of, chosen, stable, *window, evidence, weights=self.weights)
 
     def evidence(self, count: int) -> dict[str, Any]:
         """Everything measured, as plain data, with how alike lengths are at that many heads."""
@@ -193,8 +198,12 @@ def head_map(
     sink: int,
     recent: int,
     evidence: Mapping[str, Any],
+    *,
+    weights: Iterable[WeightSample] = (),
 ) -> HeadClassMap:
     """A validated map from bool [L, G]: which heads are global, and which are stable.
+
+    `weights`: a few values of the model's, by which others tell whether the map is theirs.
 
     # Errors
     `InvalidArgument` for a sink below 0 or a window below 1.
@@ -222,5 +231,6 @@ def head_map(
             for head in range(kv_heads)
         ],
         "evidence": {**evidence, "sink": sink, "recent": recent},
+        "weights": samples_json(weights),
     }
     return HeadClassMap.from_json(json.dumps(plain, allow_nan=False))

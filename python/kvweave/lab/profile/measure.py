@@ -87,7 +87,8 @@ def profile_heads(
         "seed": seed,
     }
     scores = tuple(found[length].mean(length) for length in asked)
-    return HeadProfile(runner.spec.fingerprint, sink, recent, scores, subject)
+    spec = runner.spec
+    return HeadProfile(spec.fingerprint, sink, recent, scores, subject, spec.weights)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ from kvweave.runner.model.layer_forms import (
     need,
 )
 from kvweave.runner.model.layer_spec import LayerSpec, Norm
+from kvweave.runner.model.sampled_weights import sampled_weights
 from kvweave.runner.model.stored_weights import stored_bytes
+from kvweave.weight_sample import WeightSample
 
 KV_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 """Model dtypes with ops, and the name of each as a KV dtype."""
@@ -55,7 +57,7 @@ class ModelSpec:
 
     Logits are multiplied by `logit_scale` (Cohere). `weight_bytes`: of all parameters and buffers.
     `positions`: tokens of the longest sequence that the model is made for, where its frequencies do
-    not follow the length.
+    not follow the length. `weights`: a few of their values, for head maps to name them by.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -76,6 +78,7 @@ class ModelSpec:
     weight_bytes: int
     positions: int | None
     fingerprint: str
+    weights: tuple[WeightSample, ...]
 
     def current(self) -> AbstractContextManager[object]:
         """While it is entered, the model's device is CUDA's current one, whose streams are used."""
@@ -170,6 +173,7 @@ def describe(model: Any) -> ModelSpec:
         weight_bytes=sum(map(stored_bytes, (*model.parameters(), *model.buffers()))),
         positions=_positions(config),
         fingerprint=fingerprint_of(model, config),
+        weights=sampled_weights(model),
     )
 
 

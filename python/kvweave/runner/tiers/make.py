@@ -7,7 +7,7 @@ from weakref import finalize
 
 from kvweave.arguments import shown, whole
 from kvweave.cache import HeadClassMap
-from kvweave.errors import InvalidArgument
+from kvweave.errors import ForeignStore, InvalidArgument
 from kvweave.policies.policy_profile import heads_digest
 from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
@@ -53,15 +53,15 @@ def make_tiers(
     # Errors
     `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
     store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
-    a folder that cannot be used; `InvalidArgument` too for a folder whose shards are named by a
-    hash that is not safe from tenants, where the runner's is.
+    a folder that cannot be used, `ForeignStore` for one of another model; `InvalidArgument` too for
+    a folder whose shards are named by a hash that is not safe from tenants, where the runner's is.
     """
     if store is None and document_bytes is None and remote is None:
         return None
     form = form_of(decoder, heads)
     disk, host, far = None, None, None
     if store is not None:
-        disk = DiskTier(_opened(store, hash), form)
+        disk = DiskTier(_opened(store, hash, decoder.spec.fingerprint), form)
     if document_bytes is not None:
         whole("document_bytes", document_bytes, 1)
         host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
@@ -77,8 +77,10 @@ def make_tiers(
     return tiers
 
 
-def _opened(store: object, hash: str) -> Store:
+def _opened(store: object, hash: str, model: str) -> Store:
     """A store as it is, or a folder's, in which shards are named as a cache names its blocks.
+
+    A folder belongs to the model that first used it; a `Store` may be several models'.
 
     Names by xxh3-128 are good enough for whoever has no hostile tenants; a folder may have better.
     """
@@ -86,4 +88,8 @@ def _opened(store: object, hash: str) -> Store:
         return store
     if not isinstance(store, (str, PathLike)):
         raise InvalidArgument(f"store: expected a Store or a folder, got {shown(store)}")
-    return Store(store, hash=hash if hash == "sha256" else None)
+    try:
+        return Store(store, hash=hash if hash == "sha256" else None, model=model)
+    except ForeignStore as error:
+        text = f"{error}; name another folder, or give a Store, which several models may use"
+        raise ForeignStore(text, expected=error.expected, got=error.got) from error

@@ -1,11 +1,12 @@
 //! What each (layer, KV head) of a model keeps and reads, as JSON and checked.
 
 use std::collections::BTreeMap;
-use std::fmt::Display;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, ErrorKind};
+use super::refusal::corrupt;
+use super::sample::{WeightSample, check_samples};
+use crate::error::Error;
 use crate::shape::KvShape;
 
 /// The schema of the JSON form that this version reads and writes.
@@ -110,7 +111,7 @@ pub struct HeadEntry {
 }
 
 /// The class of every (layer, KV head) of one model, with the evidence for it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HeadClassMap {
     /// Equal to [`SCHEMA_VERSION`].
@@ -126,14 +127,11 @@ pub struct HeadClassMap {
     /// How the classes were found: dataset, thresholds, figures.
     #[serde(default)]
     pub evidence: BTreeMap<String, serde_json::Value>,
-}
-
-pub(super) fn corrupt(
-    what: impl Into<String>,
-    expected: impl Into<String>,
-    got: impl Display,
-) -> Error {
-    Error::new(ErrorKind::CorruptHeadMap, what, expected, got)
+    /// Some values of the weights that were measured, by the name of their tensor: whoever has
+    /// weights can tell whether the map is of them. Maps may have none, and versions that do not
+    /// know them refuse the others by the name of the field.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub weights: BTreeMap<String, WeightSample>,
 }
 
 impl HeadClassMap {
@@ -157,6 +155,7 @@ impl HeadClassMap {
             kv_heads: shape.kv_heads(),
             heads,
             evidence: BTreeMap::new(),
+            weights: BTreeMap::new(),
         }
     }
 
@@ -202,7 +201,7 @@ impl HeadClassMap {
         for entry in &self.heads {
             self.validate_entry(entry, &mut seen)?;
         }
-        Ok(())
+        check_samples(&self.weights)
     }
 
     fn validate_entry(&self, entry: &HeadEntry, seen: &mut [bool]) -> Result<(), Error> {
@@ -231,6 +230,7 @@ impl HeadClassMap {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
     use crate::ids::GroupId;
     use crate::shape::KvDtype;
 

@@ -6,7 +6,8 @@ use crate::error::Error;
 use crate::ids::GroupId;
 use crate::shape::KvShape;
 
-use super::classes::{HeadClass, HeadClassMap, corrupt};
+use super::classes::{HeadClass, HeadClassMap};
+use super::refusal::corrupt;
 
 impl HeadClassMap {
     /// The groups of equal class, and the rank of each head in its group.

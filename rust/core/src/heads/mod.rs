@@ -5,8 +5,11 @@
 
 mod classes;
 mod groups;
+mod refusal;
+mod sample;
 
 pub use classes::{
     HeadClass, HeadClassMap, HeadEntry, MeasuredReach, RankedBy, SCHEMA_VERSION, Stability,
 };
 pub use groups::{HeadGroups, LocalWindow};
+pub use sample::{SampledDtype, WeightSample};

@@ -21,14 +21,15 @@ import numpy.typing as npt
 import torch
 from vllm.distributed import get_tp_group
 
+from kvweave.adapters.vllm.own_store import opened_for
 from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.ranks import agreed, all_of
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
 from kvweave.cache import KvRequest
-from kvweave.errors import KvweaveError, PoolFull, UnknownSegment
+from kvweave.errors import ForeignStore, KvweaveError, PoolFull, UnknownSegment
 from kvweave.payload import KvPayload
 from kvweave.payload.stored import provenance_here, read_payload, store_payload
-from kvweave.store import Provenance, Store
+from kvweave.store import Provenance
 
 _log = logging.getLogger(__name__)
 HEAD = 16
@@ -43,10 +44,11 @@ Spans = Sequence[tuple[int, int]]
 class KeptDocuments:
     """The documents of one rank: a `Store` below `folder`, and the segments' store before it.
 
-    `model` names the weights and their configuration (`model_identity`). `weighing` says which
+    `model` names the weights and their configuration (`model_identity`), and behind a space the
+    head map; `owner` is the model that the folder is to belong to, None: any. `weighing` says which
     documents are worth reading.
 
-    Errors: `StoreUnavailable` and others of `Store` for a folder that cannot be one.
+    Errors: as `opened_for`.
     """
 
     def __init__(
@@ -55,14 +57,18 @@ class KeptDocuments:
         folder: Path,
         model: str,
         weighing: DocumentWeighing,
+        owner: str | None = None,
         capacity_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
         group = get_tp_group()
         self._segments, self._model, self.weighing = segments, model, weighing
         self._heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
+        _check_others(folder, group.world_size, owner)
         # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
-        self.store = Store(
+        self.store = opened_for(
+            owner,
+            "store_shared",
             folder / self._heads,
             hash="sha256",
             capacity_bytes=capacity_bytes,
@@ -311,6 +317,20 @@ class KeptDocuments:
         if text not in self._told:
             self._told.add(text)
             _log.warning("kvweave store: %s", text)
+
+
+def _check_others(folder: Path, ranks: int, owner: str | None) -> None:
+    """Refuses a folder in which another number of ranks keeps another model's documents."""
+    for other in sorted(folder.glob("rank-*-of-*")):
+        if other.name.endswith(f"-of-{ranks}") or not (other / "store.json").is_file():
+            continue
+        try:
+            opened_for(owner, "store_shared", other, create=False)
+        except ForeignStore:
+            raise
+        except KvweaveError as error:
+            # Nobody here reads it.
+            _log.warning("kvweave store: %s", error)
 
 
 def _ids(tokens: Tokens) -> Ids:

@@ -300,8 +300,9 @@ def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
     if options.store is None:
         return None
     sizes = options.store_bytes, options.store_quota_bytes
-    model = named_under(model_identity(config), options)
-    return KeptDocuments(store, options.store, model, _weighing_of(config, store), *sizes)
+    model = model_identity(config)
+    named, owner = named_under(model, options), None if options.store_shared else model
+    return KeptDocuments(store, options.store, named, _weighing_of(config, store), owner, *sizes)
 
 
 def _weighing_of(config: VllmConfig, store: SegmentStore) -> DocumentWeighing:

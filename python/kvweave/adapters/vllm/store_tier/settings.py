@@ -33,6 +33,7 @@ class TierSettings:
     A chunk is nobody's hit `ttl_s` seconds after it was written. So many threads read first, and
     so many write first; the others of the two help where they have nothing to do. `eviction`: what
     goes first, "lru" or "cost-aware": what took few FLOPs for its bytes and was used once.
+    `shared`: several models may use the folder; else it belongs to the first that did.
     `admission`: "all" chunks are written, or by "second-sight", once the store is full, those that
     were offered before.
     """
@@ -45,6 +46,7 @@ class TierSettings:
     write_threads: int = 4
     eviction: str = "lru"
     admission: str = "all"
+    shared: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> TierSettings:
@@ -67,6 +69,9 @@ class TierSettings:
             value = given.get(name, 1)
             fits = type(value) is int and 1 <= value <= 256
             require(f"{WHERE}.{name}", fits, "1 to 256", repr(value), InvalidArgument)
+        shared = given.get("shared", False)
+        fits = isinstance(shared, bool)
+        require(f"{WHERE}.shared", fits, "true or false", repr(shared), InvalidArgument)
         for name, words in CHOICES.items():
             value = given.get(name, words[0])
             expected = " or ".join(words)

@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
+from kvweave.adapters.vllm.own_store import opened_for
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.store_tier.metrics import TierCounts, metric_definitions
 from kvweave.adapters.vllm.store_tier.settings import (
@@ -43,7 +44,7 @@ from kvweave.adapters.vllm.store_tier.settings import (
 )
 from kvweave.adapters.vllm.store_tier.sights import Sights
 from kvweave.errors import InvalidArgument, KvweaveError
-from kvweave.store import Provenance, Store
+from kvweave.store import Provenance
 
 _log = logging.getLogger(__name__)
 PART = "chunk"
@@ -91,7 +92,9 @@ class StoreTier(SecondaryTierManager):
         self.settings, self.origin = TierSettings.of(given), ChunkOrigin(**origin)
         self._cost = ChunkCost(self.origin, self.block_size_bytes)
         # Names in SHA-256, as vLLM's own: a tenant chooses what is hashed.
-        self.store = Store(
+        self.store = opened_for(
+            None if self.settings.shared else self.origin.model,
+            f"{WHERE}.shared",
             self.settings.folder,
             hash="sha256",
             capacity_bytes=self.settings.capacity_bytes,
