@@ -86,6 +86,18 @@ def test_other_weights_are_refused_by_the_tensor_that_differs() -> None:
     assert "one of another model" in str(raised.value.got)
 
 
+def test_weights_that_are_no_numbers_are_not_sampled() -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.fill_(torch.nan)
+    names = {sample.name for sample in sampled_weights(model)}
+    assert "layers.1.self_attn.q_proj.weight" not in names
+    assert len(names) == len(sampled_weights(tiny("llama"))) - 1
+    check_weights(mapped(model), model)
+    with pytest.raises(CorruptHeadMap, match="q_proj.weight is with nan"):
+        check_weights(mapped(tiny("llama")), model)
+
+
 def test_weights_of_another_shape_are_refused() -> None:
     heads = mapped(tiny("llama"))
     with pytest.raises(CorruptHeadMap, match=r"of shape \[301, 64\], got .* \[300, 64\]"):

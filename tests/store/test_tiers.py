@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from families import random_tokens, tiny
-from kvweave import InvalidArgument, Runner, Segment, Store
+from kvweave import ForeignStore, InvalidArgument, Runner, Segment, Store
 from kvweave.runner.tiers.choice import Speeds
 from tiered_runners import FAST, SLOW, Stated, answer, evict, prompt_of, sources, tiered
 from versions import needs_cuda
@@ -321,6 +321,20 @@ def test_a_folder_names_its_shards_as_the_runner_names_its_blocks(tmp_path: Path
     with pytest.raises(InvalidArgument, match="hash: expected xxh3-128"):
         tiered(model, store=tame, hash="sha256")
     assert tiered(model, store=Store(tame), hash="sha256").tiers.disk.store.hash == "xxh3-128"
+
+
+def test_a_folder_of_another_model_is_refused_unless_several_share_it(tmp_path: Path) -> None:
+    model, other = tiny("llama"), tiny("llama")
+    with torch.no_grad():
+        other.model.layers[0].self_attn.k_proj.weight[0, 0] += 1
+    written(tmp_path, model, LETTER)
+    with pytest.raises(ForeignStore, match="or give a Store") as raised:
+        tiered(other, store=tmp_path)
+    owner = Store(tmp_path).model
+    assert owner == tiered(model).spec.fingerprint
+    assert raised.value.got == f"one of {owner}"
+    assert sources(answer(tiered(other, store=Store(tmp_path)), LETTER)) == ["computed"]
+    assert sources(answer(tiered(model, store=tmp_path), LETTER)) == ["disk"]
 
 
 @needs_cuda

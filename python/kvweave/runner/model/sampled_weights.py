@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -68,10 +69,14 @@ def _samples(model: Any) -> Iterator[WeightSample]:
     for name, weight in model.get_decoder().named_parameters():
         plain, dtype = plain_name(name), DTYPES.get(weight.dtype)
         count = next((count for known, count in _COUNTS if known.search(plain)), 0)
-        if count == 0 or dtype is None or not _is_plain(weight) or weight.numel() == 0:
+        if count == 0 or dtype is None or not _is_plain(weight):
             continue
-        at = places(weight.shape, min(count, weight.numel()))
-        yield WeightSample(plain, dtype, tuple(weight.shape), tuple(_values(weight, at)))
+        if weight.numel() == 0 or weight.dim() == 0:
+            continue
+        values = _values(weight, places(weight.shape, min(count, weight.numel())))
+        # What is no number is no weight to be told by, and maps have none.
+        if all(map(math.isfinite, values)):
+            yield WeightSample(plain, dtype, tuple(weight.shape), tuple(values))
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
