@@ -24,6 +24,7 @@ PAPERS = ROOT / "docs" / "papers"
 
 VLLM = "python -m benchmarks.vllm.serve"
 BENCH = "python -m benchmarks.vllm.vllm_bench --jobs rag"
+OWN = "python -m benchmarks.vllm.vllm_bench --jobs prefix_repetition throughput"
 SEGMENTS = "python -m benchmarks.vllm.segments"
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
@@ -58,6 +59,8 @@ TITLES = {
     "vllm_restart_weighed": "The same in vLLM 0.26 where reading is weighed against computing",
     "vllm_bench": "A load of retrieved documents, vllm bench serve, vLLM 0.33, 8B shape, bf16",
     "vllm_bench_ranks": "The same over two GPUs",
+    "vllm_bench_own": "vllm bench: repeated prefixes, and throughput, vLLM 0.33, 8B shape, bf16",
+    "vllm_host_step": "Host time of a step of vLLM 0.33, tiny Llama, beside one without the plugin",
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_prefill": "A prompt of 64K tokens packed beside what is computed and behind, 8 of 8B",
@@ -96,6 +99,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         '"cudagraph_mode": "FULL_DECODE_ONLY", '
         '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40, 64]}\'',
     ),
+    "vllm_bench_own": (f"{OWN} --engines stock ours heads --rate 4",),
+    "vllm_host_step": ("python -m benchmarks.vllm.host_step",),
     "vllm_segments": (f"{SEGMENTS} stock segments mapped",),
     "vllm_segments_ranks": (f"{SEGMENTS} mapped stock --ranks 2",),
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.report import record
+from kvweave.lab.bench.rows import Row
+
 OPS = "vllm_cpu_ops"
 """The module in `tests/vllm_plugin/engine`: ops of vLLM's CPU build, for a build for GPUs."""
 OFFLOAD = "vllm_cpu_offload"
@@ -35,6 +38,11 @@ def has_gpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cuda())
+
+
+def run_of(case: str, rows: list[Row]) -> dict[str, Any]:
+    """A run for `benchmarks.report.record`: of the GPU, or of this machine where vLLM has none."""
+    return record.of_device(case, rows) if has_gpu() else record.here(case, rows)
 
 
 def offloading(tiers: dict[str, Any]) -> dict[str, Any]:

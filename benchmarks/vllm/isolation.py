@@ -23,7 +23,6 @@ from typing import Any
 
 from benchmarks.cases.isolation import CONTROLS
 from benchmarks.classifier import row
-from benchmarks.report import record
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
 from benchmarks.vllm.isolation_asked import TIERS, Asked, EngineAsked, ServerAsked
@@ -118,8 +117,7 @@ def main(words: Sequence[str] | None = None) -> None:
         rows.append(each)
         print(each.name, f"{each.value:.4f}", each.of, flush=True)
     if given.json is not None:
-        case = case_of(kinds, server=given.server)
-        run = record.of_device(case, rows) if device.has_gpu() else record.here(case, rows)
+        run = device.run_of(case_of(kinds, server=given.server), rows)
         given.json.write_text(json.dumps(run))
 
 

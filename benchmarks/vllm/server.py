@@ -71,7 +71,9 @@ def running(
             address = f"http://127.0.0.1:{port}"
             if not _answers(process, address, limit_s):
                 said = "" if log is None else f":\n{log.read_text(errors='replace')[-4000:]}"
-                text = f"server: expected an answer within {limit_s} s, got none{said}"
+                ended = process.poll()
+                got = "none" if ended is None else f"its end with status {ended}"
+                text = f"server: expected an answer within {limit_s} s, got {got}{said}"
                 raise RuntimeError(text)
             yield address
         finally:

@@ -5,7 +5,8 @@ and of a load of retrieved documents (`rag_text`) in its `custom` format; `throu
 `vllm bench throughput`. Engines are `stock`, `ours` (its model on our backend), `heads` (an eighth
 of global KV heads) and `segments` (documents found wherever they stand). Weights are random, at a
 known shape. Where they are asked for: `mapped` (segments beside those heads) and `packed` (segments
-in INT4 pages). FILE gets a run for `python -m benchmarks.report.record FILE`.
+in INT4 pages). FILE gets a run for `python -m benchmarks.report.record FILE`, whose case follows
+from the jobs: the load of documents is a case apart from vLLM's own data sets.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.request import urlopen
 
 from benchmarks.device.models import MODELS
-from benchmarks.report.record import of_device
+from benchmarks.vllm import device
 from benchmarks.vllm.model import MAPPED, PACKED, options_named, written
 from benchmarks.vllm.rag_text import RagLoad, write_custom, write_tokenizer
 from benchmarks.vllm.server import MIDDLEWARE, served, words_of
+from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
 ENGINES = ("stock", "ours", "heads", "segments")
@@ -46,6 +48,21 @@ SERVE = {
 PROMPTS, REUSED = "kvweave_prompt_tokens_total", "kvweave_reused_tokens_total"
 """Of prompts that may reuse some: their tokens, and those that came from the store."""
 THROUGHPUT = {"requests_per_second": "requests/s", "tokens_per_second": "tokens/s"}
+
+
+def case_of(jobs: Sequence[str], ranks: int) -> str:
+    """What a record calls a run.
+
+    Raises InvalidArgument for the load of documents beside other jobs, and for those over ranks.
+    """
+    if set(jobs) == {"rag"}:
+        return "vllm_bench" if ranks == 1 else "vllm_bench_ranks"
+    if "rag" not in jobs and ranks == 1:
+        return "vllm_bench_own"
+    expected = "rag alone, or other jobs of one rank"
+    got = f"{', '.join(jobs)} of {ranks}"
+    text = f"json: expected a run that has a record, of {expected}, got {got}"
+    raise InvalidArgument(text, expected=expected, got=got)
 
 
 def options_of(engine: str, architecture: str, heads: Path, store: int) -> list[str]:
@@ -127,7 +144,8 @@ def run_engine(
     architecture = f"{MODELS[chosen.model][0]}ForCausalLM"
     ours = options_of(engine, architecture, heads, int(chosen.store_gib * 2**30))
     engine_words = ["--model", str(folder), "--load-format", "dummy", "--dtype", chosen.dtype]
-    engine_words += ["--max-model-len", str(chosen.longest), *ours, *chosen.others]
+    engine_words += ["--max-model-len", str(chosen.longest), *words_of(device.options())]
+    engine_words += [*ours, *chosen.others]
     if chosen.ranks > 1:
         engine_words += ["--tensor-parallel-size", str(chosen.ranks)]
     if engine in REUSING:
@@ -182,7 +200,12 @@ def parser_of_words() -> argparse.ArgumentParser:
 
 def main(words: list[str] | None = None) -> int:
     """Runs the chosen jobs; returns the exit status, 1 when an engine failed."""
-    chosen = parser_of_words().parse_args(words)
+    parser = parser_of_words()
+    chosen = parser.parse_args(words)
+    try:
+        case = case_of(chosen.jobs, chosen.ranks) if chosen.json else ""
+    except InvalidArgument as error:
+        parser.error(str(error))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows: list[Row] = []
     failed = False
@@ -198,7 +221,9 @@ def main(words: list[str] | None = None) -> int:
                 for found in run_engine(engine, folder, heads, chosen):
                     rows += found
                     print(*found, sep="\n", flush=True)
-                    write(rows, chosen)
+                    if chosen.json:
+                        run = device.run_of(case, beside_stock(rows))
+                        chosen.json.write_text(json.dumps(run, indent=1) + "\n")
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                 print(f"{engine}: {error}", file=sys.stderr, flush=True)
                 failed = True
@@ -206,14 +231,6 @@ def main(words: list[str] | None = None) -> int:
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         print(f"{row.name}: {row.value:.4g} {row.unit}; {beside}", flush=True)
     return int(failed)
-
-
-def write(rows: list[Row], chosen: argparse.Namespace) -> None:
-    """The run by now, where somebody wants it."""
-    if chosen.json:
-        case = "vllm_bench" if chosen.ranks == 1 else "vllm_bench_ranks"
-        run = of_device(case, beside_stock(rows))
-        chosen.json.write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.vllm import own_tests, vllm_bench, vllm_command
 from benchmarks.vllm.rag_text import RagLoad, prompts, write_custom, write_tokenizer
+from kvweave import InvalidArgument
 
 LOAD = RagLoad(
     requests=40,
@@ -59,6 +60,18 @@ def test_engines_have_their_options() -> None:
     assert json.loads(words[at])["kvweave"] == {"segment_bytes": 1 << 30, "heads": "heads.json"}
     words = vllm_bench.options_of("heads", "LlamaForCausalLM", heads, 1)
     assert words[words.index("--block-size") + 1] == "16"
+
+
+def test_a_run_is_called_by_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert vllm_bench.case_of(["rag"], 1) == "vllm_bench"
+    assert vllm_bench.case_of(["rag"], 2) == "vllm_bench_ranks"
+    assert vllm_bench.case_of(["prefix_repetition", "throughput"], 1) == "vllm_bench_own"
+    for jobs, ranks in ((["rag", "throughput"], 1), (["throughput"], 2)):
+        with pytest.raises(InvalidArgument, match=f"got {', '.join(jobs)} of {ranks}"):
+            vllm_bench.case_of(jobs, ranks)
+    with pytest.raises(SystemExit):
+        vllm_bench.main(["--json", "x.json"])
+    assert "got prefix_repetition, rag, throughput of 1" in capsys.readouterr().err
 
 
 def test_rows_stand_beside_stocks() -> None:

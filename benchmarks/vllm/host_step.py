@@ -1,0 +1,178 @@
+"""Host time of a step of vLLM: `python -m benchmarks.vllm.host_step [--json FILE]`.
+
+A tiny model, so that the host is what a step waits for. Engines, each in a process of its own and
+all there at once: `stock` loads no plugin, `off` has loaded ours and asks nothing of it, `ours` has
+its attention backend, `heads` a head map, `mapped` segments beside one. Loads are steps in which
+`--batches` requests decode, and requests of many lengths that come and leave. In each of `--rounds`
+each engine is asked for each load, one engine at a time, in an order that turns; a figure is the
+median of rounds, and its ratio to stock's the median of the rounds' own ratios, with the middle
+half of them.
+
+A step's host time is what `LLMEngine.step` takes of a processor but for the model's `forward`,
+which stands beside it: on a CPU that is kernels too. FILE is a run for
+`python -m benchmarks.report.record FILE`.
+
+On CPUs `tests/vllm_plugin/engine` on PYTHONPATH has the ops that vLLM's build for GPUs lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from benchmarks.device.models import MODELS
+from benchmarks.vllm import device
+from benchmarks.vllm.found import Found
+from benchmarks.vllm.host_step_engine import OFF, PHASES, STOCK
+from benchmarks.vllm.model import MAPPED, written
+from kvweave.lab.bench.rows import Row
+
+CASE = "vllm_host_step"
+ENGINES = (STOCK, OFF, "ours", "heads", MAPPED)
+Load = dict[str, int]
+
+
+class Asked:
+    """An engine in a process of its own."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
+        self.name, self.process = name, process
+
+    def line(self, what: str) -> Found:
+        """Its next line of this kind; all else it prints goes to stderr.
+
+        Raises RuntimeError where it ends before.
+        """
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith('{"engine"'):
+                found: Found = json.loads(text)
+                if found["what"] == what:
+                    return found
+            else:
+                print(text, end="", file=sys.stderr, flush=True)
+        raise RuntimeError(f"engine {self.name}: expected a line {what}, got its end")
+
+    def ask(self, load: Load) -> Found:
+        """What its steps took of a load."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(load) + "\n")
+        self.process.stdin.flush()
+        return self.line("load")
+
+
+@contextmanager
+def engine(name: str, words: Sequence[str]) -> Iterator[Asked]:
+    """Starts one; it ends when its stdin does."""
+    command = [sys.executable, "-m", "benchmarks.vllm.host_step_engine", name, *words]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            yield Asked(name, process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def title(load: Load) -> str:
+    """What a load is called."""
+    if "mixed" in load:
+        return f"host time of a step, {load['mixed']} requests of many lengths"
+    return f"host time of a step, {load['batch']} decode"
+
+
+def rounds(engines: Sequence[Asked], loads: Sequence[Load], count: int) -> list[list[list[Found]]]:
+    """What each engine found of each load in each round, [round][load][engine].
+
+    An engine's first of each load is not kept: in it memory is taken and code is warmed.
+    """
+    for load in loads:
+        for asked in engines:
+            asked.ask(load)
+    made = []
+    for number in range(count):
+        turned = [(number + at) % len(engines) for at in range(len(engines))]
+        of_loads = []
+        for load in loads:
+            found = {at: engines[at].ask(load) for at in turned}
+            of_loads.append([found[at] for at in range(len(engines))])
+        made.append(of_loads)
+    return made
+
+
+def rows_of(
+    names: Sequence[str], loads: Sequence[Load], found: list[list[list[Found]]]
+) -> list[Row]:
+    """A row for each load and engine, in microseconds, with its ratios to stock's."""
+    rows = []
+    for at, load in enumerate(loads):
+        host = np.array([[one["host"] for one in of_round[at]] for of_round in found])
+        for number, name in enumerate(names):
+            beside: dict[str, Any] = {}
+            if STOCK in names and name != STOCK:
+                ratios = host[:, number] / host[:, names.index(STOCK)]
+                quarters = np.percentile(ratios, [25, 75])
+                beside["÷ stock"] = round(float(np.median(ratios)), 4)
+                beside["middle half"] = [round(float(edge), 4) for edge in quarters]
+            for phase in PHASES:
+                spent = np.median([of_round[at][number][phase] for of_round in found])
+                beside[f"{phase} µs"] = round(float(spent), 1)
+            beside["steps"] = found[0][at][number]["steps"]
+            value = round(float(np.median(host[:, number])), 1)
+            p95 = round(float(np.percentile(host[:, number], 95)), 1)
+            rows.append(Row(f"{title(load)}: {name}", value, "µs", p95, beside))
+    return rows
+
+
+def parser_of_words() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(prog="benchmarks.vllm.host_step", description=__doc__)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--model", choices=list(MODELS), default="tiny Llama")
+    parser.add_argument("--layers", type=int, default=0, help="0: all of the model's")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--steps", type=int, default=32, help="that all of a batch decode")
+    parser.add_argument("--mixed", type=int, default=32, help="requests of the mixed load")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--json", type=Path, help="where the run goes")
+    return parser
+
+
+def main(words: list[str] | None = None) -> int:
+    """Starts the engines, asks them, and returns the exit status."""
+    chosen = parser_of_words().parse_args(words)
+    loads = [{"batch": batch, "steps": chosen.steps} for batch in chosen.batches]
+    loads += [{"mixed": chosen.mixed}] if chosen.mixed else []
+    most = max([*chosen.batches, 16])
+    with TemporaryDirectory() as made, ExitStack() as opened:
+        folder, heads = written(Path(made), chosen.model, chosen.layers)
+        of_model = [chosen.model, str(chosen.layers), str(folder), str(heads), str(most)]
+        engines = []
+        # One after the other: each finds the memory that it takes.
+        for name in chosen.engines:
+            engines.append(opened.enter_context(engine(name, of_model)))
+            engines[-1].line("ready")
+        rows = rows_of(chosen.engines, loads, rounds(engines, loads, chosen.rounds))
+    for row in rows:
+        beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
+        print(f"{row.name}: {row.value:.4g} {row.unit} (p95 {row.p95}); {beside}", flush=True)
+    if chosen.json:
+        chosen.json.write_text(json.dumps(device.run_of(CASE, rows), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What the benchmark of a step's host time counts, and the rows that it makes of rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm import host_step, host_step_engine
+from benchmarks.vllm.host_step import Asked, rounds, rows_of
+
+
+class Clock:
+    """Time that passes where somebody works."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def works(self, seconds: float) -> Any:
+        def work(*_: Any, **__: Any) -> None:
+            self.now += seconds
+
+        return work
+
+
+class Doubled:
+    """An engine of two requests that each say three tokens, one a step, and its parts."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.model = SimpleNamespace(forward=clock.works(5.0))
+        self.scheduler = SimpleNamespace(
+            schedule=clock.works(1.0), update_from_output=clock.works(0.25)
+        )
+        worker = SimpleNamespace(worker=SimpleNamespace(get_model=lambda: self.model))
+
+        def execute() -> None:
+            clock.works(2.0)()
+            self.model.forward()
+
+        self.executor = SimpleNamespace(
+            execute_model=execute, sample_tokens=clock.works(0.5), driver_worker=worker
+        )
+        core = SimpleNamespace(scheduler=self.scheduler, model_executor=self.executor)
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+        self.left, self.clock = 3, clock
+
+    def has_unfinished_requests(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> list[tuple[str, int]]:
+        self.scheduler.schedule()
+        self.executor.execute_model()
+        self.executor.sample_tokens()
+        self.scheduler.update_from_output()
+        self.clock.works(0.125)()
+        self.left -= 1
+        return [("a", 1), ("b", 1)]
+
+
+def test_a_step_is_all_but_the_models_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(host_step_engine.time, "thread_time", lambda: clock.now)
+    double: Any = Doubled(clock)
+    timed = host_step_engine.Timed(double)
+    requests: Any = SimpleNamespace(engine=double, step=double.step)
+    steps = list(timed.steps(requests))
+    phases = {"schedule": 1.0, "execute": 2.0, "sample": 0.5, "update": 0.25, "forward": 5.0}
+    assert [(step.host, step.said) for step in steps] == [(3.875, 2)] * 3
+    assert all(step.phases == phases for step in steps)
+
+
+def found(host: float) -> dict[str, Any]:
+    return {"host": host, "steps": 4, **dict.fromkeys(host_step_engine.PHASES, host / 4)}
+
+
+class Told:
+    """An engine that answers each load with the next of its times."""
+
+    def __init__(self, name: str, asked: list[str]) -> None:
+        self.name, self.asked, self.times = name, asked, 0
+
+    def ask(self, load: dict[str, int]) -> dict[str, Any]:
+        self.asked.append(self.name)
+        self.times += 1
+        return found(float(self.times))
+
+
+def test_the_order_of_engines_turns_and_their_first_loads_are_not_kept() -> None:
+    asked: list[str] = []
+    engines: Any = [Told(name, asked) for name in "abc"]
+    made = rounds(engines, [{"batch": 1}], 3)
+    assert "".join(asked) == "abc" + "abc" + "bca" + "cab"
+    assert [[[one["host"] for one in load] for load in of_round] for of_round in made] == [
+        [[float(number)] * 3] for number in (2, 3, 4)
+    ]
+
+
+def test_a_ratio_is_of_rounds_and_has_its_spread() -> None:
+    """A round in which the machine was busy with something else changes no ratio."""
+    hosts = ((10.0, 11.0), (100.0, 110.0), (10.0, 12.0), (10.0, 11.0))
+    made = [[[found(stock), found(ours)]] for stock, ours in hosts]
+    stock, ours = rows_of(("stock", "heads"), [{"batch": 2, "steps": 4}], made)
+    assert stock.name == "host time of a step, 2 decode: stock"
+    assert (stock.value, stock.unit, "÷ stock" in stock.of) == (10.0, "µs", False)
+    assert ours.of["÷ stock"] == 1.1
+    assert ours.of["middle half"] == [1.1, 1.125]
+    assert ours.of["forward µs"] == 2.9
+    (mixed,) = rows_of(("heads",), [{"mixed": 8}], [[[found(3.0)]]])
+    assert mixed.name == "host time of a step, 8 requests of many lengths: heads"
+
+
+def test_an_engine_that_ends_is_said_by_name(capfd: pytest.CaptureFixture[str]) -> None:
+    said = f"print('noise'); print({json.dumps(json.dumps({'engine': 'off', 'what': 'start'}))})"
+    command = [sys.executable, "-c", said]
+    ended = pytest.raises(RuntimeError, match="engine off: expected a line ready, got its end")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, ended:
+        Asked("off", process).line("ready")
+    assert "noise" in capfd.readouterr().err
+
+
+def test_words_have_defaults_that_are_engines_and_models() -> None:
+    chosen = host_step.parser_of_words().parse_args([])
+    assert chosen.engines == ["stock", "off", "ours", "heads", "mapped"]
+    assert chosen.model == "tiny Llama"
