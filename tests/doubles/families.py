@@ -146,7 +146,31 @@ OTHERS = {
             "topk_group": 1,
         },
     ),
-    "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {}),
+    "llama4": (
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 96,
+            "attention_chunk_size": 32,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "full_attention_interval": 2,
+        },
+    ),
 }
 """Families that a `Runner` does not know."""
 

@@ -16,7 +16,7 @@ from generated import computed_rows, padded, prompt_ids, said
 from kvweave.adapters.transformers.cache_argument import CACHE_NAMES
 from kvweave.errors import PoolFull
 
-REFUSED = {"llama-dynamic", "stablelm", "nemotron", "deepseek-v3", "qwen3-next"}
+REFUSED = {"llama-dynamic", "stablelm", "nemotron", "deepseek-v3", "llama4", "qwen3-next"}
 """Families whose attention is not handed to transformers' interface, or does what no page has."""
 SAME = [name for name in (*FAMILIES, *OTHERS) if name not in REFUSED]
 

@@ -14,6 +14,7 @@ from typing import Any
 from families import FAMILIES, OTHERS, random_tokens, tiny
 from kvweave import HeadClassMap, PagedCache, Runner, Segment, Unsupported
 from kvweave.adapters.vllm import composition as engine
+from kvweave.adapters.vllm.served_models import WITHOUT
 from kvweave.runner import Canary, Healing
 from kvweave.runner.kv.beside_drafts import NOT_BESIDE_DRAFTS
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
@@ -50,7 +51,8 @@ def families() -> str:
     for name, (_, kind, extra) in {**FAMILIES, **OTHERS}.items():
         runner = _outcome(lambda name=name: _runner(tiny(name)))
         cache = _outcome(lambda name=name: PagedCache(tiny(name), max_tokens=64).close())
-        rows.append([name, f"`{kind}`", _own(extra), runner, cache, plugin.get(name, "no class")])
+        served = plugin.get(name, f"no class: {WITHOUT[kind]}" if kind in WITHOUT else "no class")
+        rows.append([name, f"`{kind}`", _own(extra), runner, cache, served])
     return _table(heads, rows)
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvweave import HeadClassMap, InvalidArgument, KvShape, Unsupported
+from kvweave.adapters.vllm.served_models import check_model
 from kvweave.adapters.vllm.serving import engine_options, server_config
 from kvweave.cli import app
 
@@ -33,6 +35,37 @@ TOP_K: dict[str, int | str] = {
 
 def test_without_options_the_model_is_stock_on_our_backend() -> None:
     assert engine_options("AnyForCausalLM") == {"attention_config": {"backend": "CUSTOM"}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "got"),
+    [
+        ("GptOssForCausalLM", "GptOssForCausalLM, which has learned sinks"),
+        ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLM, which has pages with a latent vector"),
+        ("Llama4ForConditionalGeneration", "Llama4For.*, which has rows that see their own chunk"),
+        ("JambaForCausalLM", "JambaForCausalLM, which has layers of states beside attention"),
+        ("OtherForCausalLM", "OtherForCausalLM$"),
+    ],
+)
+def test_models_without_a_class_are_refused_by_what_they_have(architecture: str, got: str) -> None:
+    with pytest.raises(Unsupported, match=f"^architecture: expected one of .*, got {got}"):
+        engine_options(architecture, segment_bytes=1 << 20)
+
+
+def config_of(model_type: str | None) -> Any:
+    text = SimpleNamespace() if model_type is None else SimpleNamespace(model_type=model_type)
+    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+
+
+def test_a_class_of_ours_is_for_one_model() -> None:
+    """Whatever an architecture is overridden with, the model's type says what it is."""
+    for known in ("llama", "transformer", "kimi_k2", None):
+        check_model("KvweaveLlamaForCausalLM", config_of(known))
+    check_model("KvweaveQwen3MoeForCausalLM", config_of("qwen3_moe"))
+    expected = "expected LlamaForCausalLM for KvweaveLlamaForCausalLM, got {}"
+    for other, name in (("qwen3", "Qwen3ForCausalLM$"), ("gpt_oss", "GptOssForCausalLM, which")):
+        with pytest.raises(Unsupported, match=expected.format(name)):
+            check_model("KvweaveLlamaForCausalLM", config_of(other))
 
 
 def test_each_part_has_its_options() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "encoder": ({"attn_type": AttentionType.ENCODER_ONLY}, "expected a decoder's, got"),
     "alibi": ({"alibi_slopes": [0.5] * 4}, "alibi_slopes: expected none"),
     "fp8": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected auto, got fp8"),
-    "sinks": ({"sinks": torch.zeros(4)}, "expected none besides, got sinks"),
+    "others": ({"chunks": 4}, "expected none besides, got chunks"),
 }
 
 
@@ -136,6 +137,7 @@ def test_a_connector_is_made_for_one_role(feature: str, halves: tuple[type, type
         kv_connector=named, kv_role="kv_both", kv_connector_module_path=module
     )
     config = VllmConfig(kv_transfer_config=transfer)
+    config.model_config = SimpleNamespace(architectures=["KvweaveLlamaForCausalLM"])
     group = KVCacheGroupSpec(["layer"], FullAttentionSpec(**SHAPE))
     cache = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=[group])
     assert KVConnectorFactory.supports_hma_config(transfer)
@@ -143,6 +145,9 @@ def test_a_connector_is_made_for_one_role(feature: str, halves: tuple[type, type
         made = KVConnectorFactory.create_connector(config, role, cache)
         assert type(made) is half
         assert made.role is role
+    config.model_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    with pytest.raises(Unsupported, match=f"beside {named}, got LlamaForCausalLM"):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
     known = KVConnectorFactory.get_connector_class(transfer)
     report = known.build_kv_connector_stats()
     assert report.is_empty()

@@ -104,9 +104,14 @@ def attention(
     window: int,
     blocks: torch.Tensor,
     softcap: float,
+    plan: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     *others: Any,
 ) -> None:
-    """Causal attention over paged caches, request by request; `window` −1 means none."""
+    """Causal attention over paged caches, request by request; `window` −1 means none.
+
+    `sinks` [H]: of each head the logit of a key that has no value.
+    """
     assert causal
     assert alibi is None
     page, group = keys.shape[2], query.shape[1] // keys.shape[1]
@@ -123,7 +128,11 @@ def attention(
         seen = torch.arange(length) <= at
         if window >= 0:
             seen &= torch.arange(length) > at - window
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            of_rows = sinks.float()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat([scores, of_rows], -1)
+        weights = scores.softmax(-1)[..., :length]
         output[first:last] = torch.einsum("hrk,khd->rhd", weights, v).to(output.dtype)
 
 
@@ -156,13 +165,38 @@ def experts(
     act: str,
     isa: str,
 ) -> None:
-    """Of each row the experts that it chose, by their weights; x [N, D], chosen [N, K]."""
-    assert (act, unweighted, gate_up_bias, down_bias) == ("silu", False, None, None)
+    """Of each row the experts that it chose, by their weights; x [N, D], chosen [N, K].
+
+    `unweighted`: the row has its expert's weight already. Biases [E, ·] or none.
+    """
     out.zero_()
     for row, place in torch.ones_like(chosen).nonzero().tolist():
         expert = int(chosen[row, place])
-        gate, up = (gate_up[expert] @ x[row]).chunk(2)
-        out[row] += weights[row, place] * (down[expert] @ (functional.silu(gate) * up))
+        both = functional.linear(x[row], gate_up[expert], _row_of(gate_up_bias, expert))
+        said = functional.linear(GATED[act](both), down[expert], _row_of(down_bias, expert))
+        out[row] += said if unweighted else (weights[row, place] * said).to(out.dtype)
+
+
+def _row_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def silu_gated(both: torch.Tensor) -> torch.Tensor:
+    """The half in front gates the other."""
+    gate, up = both.chunk(2, -1)
+    return functional.silu(gate) * up
+
+
+def swiglu_of_gpt_oss(both: torch.Tensor) -> torch.Tensor:
+    """Gates and what they gate by turns, both bounded by 7, as GPT-OSS has them."""
+    gate, up = both[..., ::2].clamp(max=7.0), both[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu_gated,
+    "swigluoai": swiglu_of_gpt_oss,
+}
 
 
 OPS: dict[str, Callable[..., Any]] = {

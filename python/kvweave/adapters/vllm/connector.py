@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from kvweave.adapters.vllm.metrics.named import NamedMetrics
+from kvweave.adapters.vllm.served_models import check_class
 
 
 class IdleConnector(KVConnectorBase_V1, SupportsHMA):
@@ -77,7 +78,11 @@ class ConnectorByRole(IdleConnector):
     stats: ClassVar[type[KVConnectorStats]]
 
     def __new__(cls, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> Any:
-        """A connector of another class: none of these is ever made."""
+        """A connector of another class: none of these is ever made.
+
+        Errors: `Unsupported` beside a model that is of no class of ours.
+        """
+        check_class(cls.__name__, vllm_config)
         made = cls.in_scheduler if role == KVConnectorRole.SCHEDULER else cls.in_worker
         return made(vllm_config, role, kv_cache_config)
 

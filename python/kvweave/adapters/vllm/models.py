@@ -39,6 +39,7 @@ from kvweave.adapters.vllm.segments.model import (
     give_store,
     guard_model,
 )
+from kvweave.adapters.vllm.served_models import check_model
 from kvweave.adapters.vllm.start_line import log_compared, log_start
 from kvweave.adapters.vllm.top_k.map import has_top_k
 from kvweave.adapters.vllm.top_k.model import budgets_for, use_top_k
@@ -54,6 +55,7 @@ class _KvweaveModel:
     """Mixed in before a model class whose layers have `self_attn.attn`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **others: Any) -> None:
+        check_model(type(self).__name__, vllm_config)
         options = _options_of(vllm_config)
         log_start(vllm_config)
         self.split = self.layout = self.budgets = self.compared = None

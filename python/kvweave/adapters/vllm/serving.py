@@ -9,9 +9,9 @@ import json
 from typing import Any
 
 from kvweave.adapters.vllm.composition import NOT_BESIDE, PAGES, SEGMENTS
-from kvweave.adapters.vllm.model_names import FAMILIES
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.served_models import check_architecture
 from kvweave.adapters.vllm.store_tier.settings import HOST_EVICTIONS, TierSettings
 from kvweave.errors import InvalidArgument
 
@@ -35,7 +35,7 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
         require("metrics", not metrics, "them of a part that has some", "the backend alone")
         return {"attention_config": {"backend": "CUSTOM"}}
     given: dict[str, Any] = {
-        "hf_overrides": {"architectures": [_ours(architecture)]},
+        "hf_overrides": {"architectures": [check_architecture(architecture)]},
         "additional_config": {SECTION: options},
     }
     if read.segment_bytes is None or read.heads is not None:
@@ -107,13 +107,6 @@ def config_text(given: dict[str, Any]) -> str:
     # JSON is YAML, whatever characters a path has.
     lines = [f"{name.replace('_', '-')}: {json.dumps(value)}" for name, value in given.items()]
     return "\n".join(lines) + "\n"
-
-
-def _ours(architecture: str) -> str:
-    known = {f"{family}ForCausalLM" for family in FAMILIES}
-    stock = architecture.removeprefix("Kvweave")
-    require("architecture", stock in known, f"one of {', '.join(sorted(known))}", architecture)
-    return f"Kvweave{stock}"
 
 
 def _connector(name: str, module: str, role: str = "kv_both") -> dict[str, Any]:

@@ -22,8 +22,11 @@ from kvweave.adapters.vllm.require import require
 class PagedAttention(AttentionImpl[PagedMetadata]):
     """H query heads over G KV heads of size D; with a window, the first `sink` keys are seen too.
 
+    `sinks` [H]: of each query head the logit of a key that has no value (GPT-OSS), which takes its
+    share of every row.
+
     Errors: `Unsupported` for what the ops have no form of: attention that is not a decoder's,
-    ALiBi, learned sinks, KV that is stored in another dtype, context parallelism.
+    ALiBi, KV that is stored in another dtype, context parallelism.
     """
 
     supports_dcp = False
@@ -41,6 +44,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sink: int = 0,
+        sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
         require("attention", attn_type == AttentionType.DECODER, "a decoder's", attn_type)
@@ -63,6 +67,7 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
         self.written: ops.Reach | None = None
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = logits_soft_cap or None
+        self.sinks = sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         # Which of a block's pages are theirs, and which of the heads of their layer these are.
         self.first_page, self.first_head, self.layer_heads = 0, 0, self.num_kv_heads
@@ -145,14 +150,15 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
     ) -> None:
         """Attends queries [R, H, D] to what is written, into [R, H, D]."""
         # A layer with a window may share its tables with others that have none.
-        if tables.runs is not None and self.window is None and self.reach is None:
+        sees_all = self.window is None and self.reach is None and self.sinks is None
+        if tables.runs is not None and sees_all:
             self.dense.attend(q, pages, tables.row_offsets, tables.runs, out)
             return
         attend: Any = ops.attend_decode
         split = {}
         if not tables.decode:
             attend, split = ops.attend_prefill, {"row_offsets": tables.row_offsets}
-        attend(
+        _, lse = attend(
             q,
             tables.positions,
             tables.entries.rows,
@@ -162,6 +168,9 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             workspace=tables.workspace,
             **split,
         )
+        if self.sinks is not None:
+            # Of exp(lse) + exp(sink) the sink's share goes to no value.
+            out.mul_(torch.sigmoid(lse - self.sinks.float())[..., None].to(out.dtype))
 
     def paged(self, pages: torch.Tensor) -> ops.PagedKv:
         """A layer's pages, as its heads read them."""

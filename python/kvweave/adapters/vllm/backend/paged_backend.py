@@ -48,3 +48,8 @@ class PagedBackend(HeadMajor, AttentionBackend):
     def supports_sliding_window(cls) -> bool:
         """A window is a condition on positions."""
         return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """A learned sink scales what is attended, by the sum of the row's weights."""
+        return True
