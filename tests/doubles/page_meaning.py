@@ -75,9 +75,26 @@ def _of_top_r(form: ops.PackedFormat, basis: torch.Tensor) -> Meaning:
     return meaning
 
 
+UNNAMED = {
+    "pairs": (4, 2, 4, "bf16"),
+    "truncated fours": (4, 4, 3, "bf16"),
+    "truncated fp8": (2, 1, 3, "fp8"),
+}
+"""Formats without a name: one of so many channels is kept, in groups, of so many quarters."""
+
+
+def form_of(name: str, head_dim: int) -> ops.PackedFormat:
+    """A format that `ops.packed_format` or `UNNAMED` knows."""
+    if name not in UNNAMED:
+        return ops.packed_format(name, head_dim, PAGE)
+    of, group, quarters, numbers = UNNAMED[name]
+    sizes = {"kept": head_dim // of, "group": group, "channels": quarters * head_dim // 4}
+    return ops.PackedFormat("top-r", head_dim, PAGE, **sizes, numbers=numbers)
+
+
 def random_packing(name: str, pages: int, head_dim: int, seed: int = 1) -> tuple[Packing, Meaning]:
     """A format of bf16 scales, where it has one in a random basis of blocks of so many pages."""
-    form, basis = ops.packed_format(name, head_dim, PAGE), None
+    form, basis = form_of(name, head_dim), None
     if form.basis_rows is not None:
         basis = drawn_bases(torch.Generator().manual_seed(seed), form, pages, 1)[0]
-    return Packing(name, basis), of_format(form, basis)
+    return Packing(form if name in UNNAMED else name, basis), of_format(form, basis)

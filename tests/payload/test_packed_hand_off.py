@@ -26,7 +26,7 @@ from ranked_pages import FULL, WINDOW, kinds_map, top_k
 from versions import needs_cuda
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 16384, "num_hidden_layers": 2}
-FORMATS = ["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "planes-2.5"]
+FORMATS = ["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "planes-2.5", "truncated fp8"]
 SIGHTS = np.array([[[100, 20], [0, 0]], [[0, 0], [0, 0]]], np.int32)
 LOCAL = np.array([[[128, 64], [16, 0]], [[90, 0], [17, 1]]], np.int32)
 STEPS = 200

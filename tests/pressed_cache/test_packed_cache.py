@@ -68,7 +68,7 @@ def taken_back(cache: PressedCache, lengths: list[list[int]]) -> None:
             setattr(layer, name, getattr(layer, name)[:, :, : max(heads)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "truncated fp8"])
 @pytest.mark.parametrize("dropped", [nothing, ragged])
 def test_packed_is_attention_over_what_the_pages_stand_for(model, name, dropped) -> None:
     packing, meaning = random_packing(name, LAYERS * HEADS, DIM)

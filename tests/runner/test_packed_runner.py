@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -11,13 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvweave
 from decode_batches import decoding
 from families import random_tokens, tiny
 from head_maps import runner_of
-from kvweave import InvalidArgument, PoolFull, RemoteStore, Unsupported
+from kvweave import InvalidArgument, PoolFull, RemoteStore, Unsupported, ops
+from kvweave.adapters.kvpress import PressedCache
 from kvweave.lab.eval.corpus import corpus_of
-from kvweave.runner import Canary, Healing, Runner, Segment
+from kvweave.runner import Canary, Healing, Packing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
+from kvweave.runner.kv.packed_pool import format_on
 from kvweave.runner.kv.packing import FORMATS
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
 from policy_profiles import profile
@@ -380,6 +384,26 @@ def test_what_cannot_be_packed_is_refused(model: Any) -> None:
         packed_runner(tiny("mistral", head_dim=64))
     with pytest.raises(InvalidArgument, match="head_dim"):
         packed_runner(tiny("llama", head_dim=24))
+
+
+@pytest.mark.parametrize("wrong", [(128, 64, "bf16"), (64, 32, "bf16"), (64, 64, "f16")])
+def test_a_format_of_other_sizes_is_refused(model: Any, wrong: tuple[int, int, str]) -> None:
+    """Whoever is given one, it is never replaced by another."""
+    of = ops.PackedFormat("top-r", *wrong, kept=16, group=4, numbers="fp8")
+    expected = "kv_dtype: expected a format with head_dim=64, page_tokens=64 and scales='bf16'"
+    for made in (packed_runner, kvweave.PagedCache, PressedCache):
+        with pytest.raises(InvalidArgument, match=re.escape(expected)):
+            made(model, kv_dtype=of)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 64), (torch.float16, 64), (None, 80)])
+def test_what_no_kernel_reads_is_refused_by_its_format(dtype: Any, dim: int) -> None:
+    dtype = dtype or torch.bfloat16
+    scales = "f16" if dtype == torch.float16 else "bf16"
+    of = ops.PackedFormat("top-r", dim, 64, scales, kept=16, group=2, numbers="bf16")
+    with pytest.raises(Unsupported, match=f"^kv_dtype: .* beside {re.escape(repr(of))} on cuda"):
+        format_on(Packing(of), dim, dtype, torch.device("cuda"))
+    assert format_on(Packing(of), dim, dtype, torch.device("cpu")) is of
 
 
 # ---- a real model ---------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from tiered_runners import FAST, SLOW, Stated, prompt_of
 
 SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
 SHORT = random_tokens(200, 2).tolist()
-KINDS = ["int4", "int8", "half-int4", "quarter-bf16", "planes-3"]
+KINDS = ["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "truncated fp8"]
 
 
 @pytest.fixture(scope="module")

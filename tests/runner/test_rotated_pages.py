@@ -16,7 +16,7 @@ from kvweave.runner import Packing
 from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
-from page_meaning import Layer, of_format, random_packing
+from page_meaning import UNNAMED, Layer, of_format, random_packing
 from ranked_pages import logits_of_steps
 
 STEPS = 70
@@ -56,7 +56,7 @@ def expect_definition(
 # ---- what is said ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *UNNAMED])
 @pytest.mark.parametrize(
     ("family", "count", "chunk", "page_tokens"),
     [("llama", 500, 96, 64), ("qwen3", 300, 2048, 16)],
@@ -78,7 +78,7 @@ def test_it_is_the_definition(
     assert nothing_is_held(runner)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *UNNAMED])
 def test_documents_are_read_as_what_they_stand_for(name: str, model: Any) -> None:
     """At any position, in the basis that they were packed in."""
     docs = documents([300, 40, 129])

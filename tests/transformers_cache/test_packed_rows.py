@@ -66,7 +66,7 @@ def expect_definition(ours: Any, wanted: Any, exact: Any) -> None:
     assert error < 0.05 * effect
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "truncated fours"])
 @pytest.mark.parametrize("parts", [[430, *[1] * 70], [50, 300, 7, 1, 1, 90, *[1] * 40]])
 def test_it_is_the_definition(model: Any, alone: Any, name: str, parts: list[int]) -> None:
     """A prompt at once or in parts, and decode steps in which pages come to be full."""

@@ -7,7 +7,7 @@ from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.engine import Engine
 from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.healing import Healing
-from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.packing import Packing, Strategy
 from kvweave.runner.lossy.canary import Canary, CanaryState
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import Part, Prompt, Segment, TokenizedPrompt
@@ -50,6 +50,7 @@ __all__ = [
     "Segment",
     "ServedRequest",
     "Server",
+    "Strategy",
     "StreamedToken",
     "Tenant",
     "Timings",

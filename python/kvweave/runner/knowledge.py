@@ -22,6 +22,7 @@ from kvweave.errors import (
 )
 from kvweave.ops import RopeTable
 from kvweave.policies import policy_of
+from kvweave.runner.kv.beside_packed import refuse_beside_strategy
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import TokenizedPrompt, token_array
@@ -51,6 +52,7 @@ class Knowledge:
         is to be packed finally is kept as it is then.
         """
         prefiller, tokens = self._prefiller, text.tokens
+        self._refuse(store)
         failed: list[Exception] = []
 
         def kept(request: KvRequest, rope: RopeTable | None = None) -> None:
@@ -72,7 +74,7 @@ class Knowledge:
                     if copy is None:
                         kept(packed.request)
                     else:
-                        copy.finish(packed, kept)
+                        copy.finish(packed, name, kept)
                         done.report.packing = copy.report
                 report = done.report
         if store is not None:
@@ -111,6 +113,12 @@ class Knowledge:
         if self._prefiller.final_packing is not None:
             self._prefiller.final_packing.flush()
 
+    def deleted(self, name: str, namespace: str) -> None:
+        """Says that a document is frozen no longer."""
+        final = self._prefiller.final_packing
+        if final is not None and (strategies := final.strategies) is not None:
+            self._prefiller.computing.soon(lambda: strategies.forget(namespace, name))
+
     def packing_stats(self) -> dict[str, int]:
         """As `FinalPacking.stats`; empty where pages are packed in no basis."""
         final = self._prefiller.final_packing
@@ -128,6 +136,7 @@ class Knowledge:
                 self.encode(text, name, namespace)
             return
         _expect_store(store)
+        self._refuse(store)
         wanted = self._provenance(namespace, len(text.tokens))
         try:
             shard = store.get(wanted, text.tokens)
@@ -164,6 +173,7 @@ class Knowledge:
         if store is None and self._tiers is not None and self._tiers.disk is not None:
             store = self._tiers.disk.store
         _expect_store(store)
+        self._refuse(store)
         assert store is not None
         if name is not None:
             self._restore(store, word("name", name), namespace)
@@ -204,6 +214,11 @@ class Knowledge:
             request.freeze(name, 0, request.length)
             if self._tiers is not None:
                 self._tiers.copy_to_host(request, request.regime)
+
+    def _refuse(self, store: Store | None) -> None:
+        """Refuses a store where documents do not leave the device."""
+        packed = self._prefiller.packed
+        refuse_beside_strategy(None if packed is None else packed.packing, "store", store and "one")
 
     def _provenance(self, namespace: str, tokens: int) -> Provenance:
         """What the KV of a document of this length would be of here."""

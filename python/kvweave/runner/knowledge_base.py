@@ -102,6 +102,7 @@ class KnowledgeBase:
         `UnknownSegment` when there is none of that name in that namespace.
         """
         self._books.delete(word("name", name), word("namespace", namespace))
+        self._knowledge.deleted(name, namespace)
         if self.tiers is not None:
             self.tiers.forget(name, namespace)
 

@@ -109,7 +109,10 @@ class PackingReport:
     `basis`: "shared" with other text, or "own", of `basis_bytes`. `lost_first`: of keys and of
     values the share of Σ |x|² that was lost when pages were packed at once; `lost`: that in their
     own basis. `chosen`: of each layer, KV head and side the basis that it is packed in, counted by
-    name. `waiting`: whether it is still to be packed finally; `why` it was not.
+    name. Of one that a strategy has packed, `formats`: how many layers' KV heads have each, of
+    `bytes` with their bases; `most_lost`: the most that any of them loses of its own keys or
+    values; `over_bound`: how many have the fallback and lose more than the bound in that as well.
+    `waiting`: whether it is still to be packed finally; `why` it was not.
     """
 
     tokens: int
@@ -119,6 +122,10 @@ class PackingReport:
     lost_first: tuple[float, float] | None = None
     lost: tuple[float, float] | None = None
     chosen: dict[str, int] = field(default_factory=dict)
+    formats: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    most_lost: float | None = None
+    over_bound: int = 0
     waiting: bool = False
     why: str = ""
 

@@ -13,6 +13,7 @@ from kvweave import models
 from kvweave.arguments import flag, real, several, whole, word
 from kvweave.cache import HeadClassMap, cuda_status
 from kvweave.device_memory import needs_memory
+from kvweave.ops import PackedFormat
 from kvweave.policies import Policy
 from kvweave.policies.policy_profile import PolicyProfile
 from kvweave.remote import RemoteStore
@@ -64,22 +65,22 @@ class Runner(KnowledgeBase, Retention, HandOff):
 
     `max_tokens` (32768) or `arena_bytes` sizes the arena: tokens that fit at once. `kv_dtype`: None
     for the model's own dtype, or a format ("int4", "int8", "half-int4", "quarter-bf16", "planes-3",
-    "planes-2.5", or a `Packing`) in which full pages are packed, into the pool `packed`
-    (docs/packed-kv.md). `host_bytes`: of the host's memory for pages that top_k heads of `heads`
-    seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there what frees
-    room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a byte a number;
-    `host_arrivals`: "exact" has a step wait for what it chose, "late" has later ones read it.
-    `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by all, so that
-    answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder: documents are
-    written there and read; `document_bytes`: host memory for documents whose blocks leave the
-    device; `remote`: a store on another machine behind these (docs/tiers.md). `zero_on_free`: what
-    blocks held that went back is overwritten (docs/SECURITY.md). `mode` is "materialise" (reused KV
-    is copied and rotated to its place) or "share" (read where it lies, queries rotated). `eviction`
-    ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached where room is wanted; by cost
-    `retain` and `demote` say what is known. `cache.set_quota` says what a namespace may keep.
-    `profile` (see `kvweave certify`) states the policy of whoever names none and, without `heads`,
-    the head map; `canary` compares a share of live requests with `full`. `check` first compares our
-    forward with the model's. Pages and logits lie where the model does.
+    "planes-2.5", an `ops.PackedFormat` or a `Packing`) in which full pages are packed, into the
+    pool `packed` (docs/packed-kv.md). `host_bytes`: of the host's memory for pages that top_k heads
+    of `heads` seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there
+    what frees room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a
+    byte a number; `host_arrivals`: "exact" has a step wait for what it chose, "late" has later ones
+    read it. `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by
+    all, so that answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder:
+    documents are written there and read; `document_bytes`: host memory for documents whose blocks
+    leave the device; `remote`: a store on another machine behind these (docs/tiers.md).
+    `zero_on_free`: what blocks held that went back is overwritten (docs/SECURITY.md). `mode` is
+    "materialise" (reused KV is copied and rotated to its place) or "share" (read where it lies,
+    queries rotated). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached
+    where room is wanted; by cost `retain` and `demote` say what is known. `cache.set_quota` says
+    what a namespace may keep. `profile` (see `kvweave certify`) states the policy of whoever names
+    none and, without `heads`, the head map; `canary` compares a share of live requests with `full`.
+    `check` first compares our forward with the model's. Pages and logits lie where the model does.
 
     # Errors
     `Unsupported` for a model, dtype or device without support, one whose forward differs, or what
@@ -102,7 +103,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         arena_bytes: int | None = None,
         max_tokens: int | None = None,
         page_tokens: int = 16,
-        kv_dtype: str | Packing | None = None,
+        kv_dtype: str | PackedFormat | Packing | None = None,
         host_bytes: int | None = None,
         host_copies: str = "spill",
         host_dtype: str | None = None,

@@ -19,6 +19,7 @@ from kvweave.adapters.kvpress.pressed_cache import MASK
 from kvweave.adapters.kvpress.pressed_layer import READS, PressedLayer, ask_reads, forget_reads
 from kvweave.adapters.transformers.kv_geometry import KvGeometry, kv_geometry
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.ops import PackedFormat
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.layer_forms import attention_of
 
@@ -44,7 +45,7 @@ class PagedPress(BasePress):
     """
 
     press: BasePress | None = None
-    kv_dtype: str | Packing | None = None
+    kv_dtype: str | PackedFormat | Packing | None = None
     top_k_pages: int | None = None
     page_tokens: int = 16
     answer_tokens: int = 512

@@ -27,6 +27,7 @@ from kvweave.cache import KvCache
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.ops import PackedFormat
 from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.layer import dense_attention
@@ -52,13 +53,13 @@ class PressedCache(Cache, Closing):
     `max_tokens`: tokens of a head that there is room for in each layer. While it is open the model
     attends by `attn_implementation="kvweave"`; one cache is open for a model at a time.
 
-    `kv_dtype`, a name of `ops.packed_format` or a `Packing`: of each head all but the first 64 and
-    the newest 128 to 191 kept tokens lie packed. A format in a basis has one for each head of each
-    layer, made of its own packed tokens where none is given; top-r pages of less than eight times
-    the bytes of these have none. Questions and answers stay
-    exact, in room for `answer_tokens` beside. `top_k_pages`, at least 3: so many pages of a head
-    are read where one row attends, the first, the newest two and those that its query scores
-    highest; of packed pages where there are any, and then all that is exact besides.
+    `kv_dtype`, a name of `ops.packed_format`, a format or a `Packing`: of each head all but the
+    first 64 and the newest 128 to 191 kept tokens lie packed. A format in a basis has one for each
+    head of each layer, made of its own packed tokens where none is given; top-r pages of less than
+    eight times the bytes of these have none. Questions and answers stay exact, in room for
+    `answer_tokens` beside. `top_k_pages`, at least 3: so many pages of a head are read where one
+    row attends, the first, the newest two and those that its query scores highest; of packed pages
+    where there are any, and then all that is exact besides.
 
     # Errors
     `Unsupported` for a model with sliding windows, what `PagedCache` refuses of a model, a batch
@@ -74,7 +75,7 @@ class PressedCache(Cache, Closing):
         *,
         max_tokens: int = 8192,
         page_tokens: int = 16,
-        kv_dtype: str | Packing | None = None,
+        kv_dtype: str | PackedFormat | Packing | None = None,
         top_k_pages: int | None = None,
         answer_tokens: int = 512,
     ) -> None:

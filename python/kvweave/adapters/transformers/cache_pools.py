@@ -22,11 +22,11 @@ from kvweave.runner.kv.packed_pool import (
     PAGE_TOKENS,
     RECENT_TOKENS,
     SINK_TOKENS,
-    PoolSizes,
     check_pages,
     exact_windows,
     format_on,
 )
+from kvweave.runner.kv.packed_room import PoolSizes
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import FIRST_OWN, basis_bytes, basis_shape, check_basis
@@ -88,6 +88,7 @@ class CacheForm:
             max_rows,
         )
         if packing is not None:
+            packing.expect_no_strategy("a PagedCache")
             check_pages(page_tokens, geometry.windows, packing)
             check_basis(packing, form._format(geometry, packing), form._block_pages(geometry))
             if discover:
@@ -102,7 +103,7 @@ class CacheForm:
         """
         if self.packing is not None:
             raise Unsupported(
-                f"{what}: expected a cache of exact pages, got kv_dtype={self.packing.format!r}: "
+                f"{what}: expected a cache of exact pages, got kv_dtype={self.packing.named}: "
                 "segments are not moved out of packed pages here; kvweave.Runner(kv_dtype=…) reads "
                 "packed documents anywhere"
             )

@@ -31,6 +31,7 @@ from kvweave.cache import KvCache, ReusePlan
 from kvweave.closing import Closing
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.ops import PackedFormat
 from kvweave.policies import Policy
 from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.packing import Packing
@@ -59,9 +60,9 @@ class PagedCache(Cache, Closing):
     `top_k_pages` each KV head of a layer without a window reads so many pages in a decode step, at
     least 3: the first, the newest two, and of the others those that its query scores highest.
 
-    `kv_dtype`, a name of `ops.packed_format` or a `Packing`: of each row the first 64 tokens and
-    the newest 128 stay exact, and the full pages of 64 between them are packed, layer by layer as
-    a forward goes. There are exact tokens of `max_rows` rows then, and prompts are found
+    `kv_dtype`, a name of `ops.packed_format`, a format or a `Packing`: of each row the first 64
+    tokens and the newest 128 stay exact, and the full pages of 64 between them are packed, layer by
+    layer as a forward goes. There are exact tokens of `max_rows` rows then, and prompts are found
     in whole packed pages. A basis is made of the first 512 tokens that are packed, where none is
     given. `top_k_pages` are packed pages then, and all that is exact is read besides. Segments are
     for caches of exact pages.
@@ -89,7 +90,7 @@ class PagedCache(Cache, Closing):
         policy: str | Policy = "epic",
         discover: bool = False,
         eviction: str = "lru",
-        kv_dtype: str | Packing | None = None,
+        kv_dtype: str | PackedFormat | Packing | None = None,
         max_rows: int = 4,
         top_k_pages: int | None = None,
         check: bool = True,

@@ -55,6 +55,8 @@ class Decoder:
         self.workspace = Workspace(self.spec.device) if on_gpu else None
         # What heads choose of packed pages is said anew by the host.
         waits = heads.waits or (heads.packed is not None and bool(heads.packed.heads.budgets))
+        # Texts that are packed finally come and go between two steps.
+        waits |= heads.packed is not None and heads.packed.final is not None
         captured = self.workspace is not None and rotary.is_fixed and not waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs

@@ -18,6 +18,7 @@ from kvweave import ops
 from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
 from kvweave.runner.decode.packed_choice import ChosenPacked, Listed, PackedChoice
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
@@ -30,7 +31,8 @@ from kvweave.runner.kv.tables import Int32, send
 class PackedStep:
     """What B requests read at positions i32 [B]: packed tokens, and exact ones beside documents.
 
-    `chosen`: what heads choose of the former, where any do.
+    `chosen`: what heads choose of the former, where any do. `final`: what they read of texts that
+    are packed by strategies of their own.
     """
 
     pool: PackedPool
@@ -38,6 +40,7 @@ class PackedStep:
     packed: Listed
     aside: Listed | None
     chosen: ChosenPacked | None = None
+    final: Sequence[FinalRead] = ()
 
     def merged(
         self,
@@ -62,6 +65,7 @@ class PackedStep:
         if reads:
             kv = self.pool.read(layer, of, rope, reach)
             states += [ops.attend_packed(*called, entries, kv, **known)]
+        states += final_states(self.final, layer, of, rope, called, workspace)
         if self.aside is not None:
             entries, known["entry_offsets"] = self.aside
             kept, count = self.pool.exact, self.pool.kv_heads
@@ -155,6 +159,9 @@ class PackedReads:
         # Steps until a page of any of them is full.
         self._rests = 0
         self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
+        # What the batch reads of final texts, and which version of these that is.
+        self._final: Sequence[FinalRead] = ()
+        self._version = 0
         # Entries of the batch, packed and aside, and whether they lie in the room.
         self._listed, self._is_listed = (0, 0), False
         # Packed entries of each of the batch.
@@ -202,16 +209,24 @@ class PackedReads:
         """What the batch's rows at positions i32 [B] read, which on the host are `at`."""
         room = self.room(len(self._batch))
         step = room.step(positions, self._listed)
+        if self._final:
+            step = replace(step, final=self._final)
         if self._choice is None:
             return step
         return replace(step, chosen=self._choice.step(self._batch, at, self._counts))
 
     def room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
-        room = self._room
+        room, final = self._room, self.pool.final
+        if final is not None and final.version != self._version:
+            self._version, self._is_listed = final.version, False
         if self._is_listed and requests <= room.packed.requests:
             return room
         packed = [_packed(sequence).entries() for sequence in self._batch]
+        if final is not None:
+            split = [final.split(entries) for entries in packed]
+            packed = [entries for entries, _ in split]
+            self._final = final_reads([some for _, some in split], self.pool.device)
         aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in self._batch]
         counts = sum(map(len, packed)), sum(map(len, aside))
         fits = room.packed.fits(counts[0], requests)

@@ -16,6 +16,14 @@ NOT_BESIDE_PACKED = {
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""
 
+NOT_BESIDE_STRATEGY = {
+    "heads": "heads with windows or a choice of pages read those of the pool's format alone",
+    "store": "documents of several formats do not leave the device",
+    "document_bytes": "documents of several formats do not leave the device",
+    "payload": "pages of several formats do not travel",
+}
+"""The same of a `Packing` with a strategy, by which documents are packed finally."""
+
 
 def check_kv_dtype(kv_dtype: object, **asked: object) -> Packing | None:
     """How full pages are packed; raises for what a runner is asked for beside that.
@@ -39,3 +47,13 @@ def refuse_beside_packed(packed: object, what: str, got: object = "one") -> None
     """
     if packed is not None:
         refuse(NOT_BESIDE_PACKED, "kv_dtype", "packed pages", what, got)
+
+
+def refuse_beside_strategy(packing: Packing | None, what: str, got: object = "one") -> None:
+    """Raises for something that is asked for of a runner that packs documents by a strategy.
+
+    # Errors
+    `Unsupported` naming both.
+    """
+    if packing is not None and packing.strategy is not None:
+        refuse(NOT_BESIDE_STRATEGY, "a packing strategy", "a strategy", what, got)

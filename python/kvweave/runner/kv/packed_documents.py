@@ -93,6 +93,7 @@ class PackedDocuments(PackedPrefix):
         self.aside = no_places(length)
         self._held: list[KvRequest] = []
         self._listed: tuple[Int32, Int32] | None = None
+        pool.readers.add(self)
         # Pages of what is decoded: the first may begin with tokens of the prompt.
         self._prompt, self.tokens = length, length // PAGE_TOKENS * PAGE_TOKENS
         self._blocks = np.zeros(0, np.int32)

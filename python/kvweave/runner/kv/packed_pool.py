@@ -9,33 +9,29 @@ counted, found again as prefixes and evicted like exact ones. Their bytes lie in
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.cache import HeadClassMap, KvCache, KvShape
-from kvweave.device_memory import needs_memory
+from kvweave.cache import HeadClassMap, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
-    OWN_SHARE,
     PoolBases,
-    basis_bytes,
-    basis_shape,
-    check_basis,
 )
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.layer_spec import LayerSpec
-from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
+from kvweave.runner.model.model_spec import ModelSpec
 
 PAGE_TOKENS = 64
 """Tokens of a packed page: what channels of keys pay for their scales by."""
@@ -79,7 +75,9 @@ class PackedPool:
     packed from. `bases`: in which, of a format that has any.
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
     of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
-    where a prompt's layers are packed while it is computed; None: behind its rows.
+    where a prompt's layers are packed while it is computed; None: behind its rows. `final`: texts
+    that are packed by strategies of their own, where there may be any. `readers`: who reads blocks
+    at the moment, each with its `request` of the books.
     """
 
     layers: Sequence[LayerSpec]
@@ -92,6 +90,8 @@ class PackedPool:
     bounds: torch.Tensor | None = None
     chunk_tokens: int = CHUNK_TOKENS
     aside: Aside | None = None
+    final: FinalTexts | None = None
+    readers: WeakSet[Any] = field(default_factory=WeakSet)
 
     @property
     def device(self) -> torch.device:
@@ -125,17 +125,27 @@ class PackedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, of the bases that there is room for, and of bounds."""
-        parts = (self.pages.data, self.bases, self.bounds)
+        """Bytes of all of them, of bases that there is room for, of bounds, and of final texts."""
+        parts = (self.pages.data, self.bases, self.bounds, self.final)
         return sum(part.nbytes for part in parts if part is not None)
 
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
 
-        `basis_bytes` of one basis, `own_bases` that documents have, of `own_bases_most`.
+        `basis_bytes` of one basis, `own_bases` that documents have, of `own_bases_most`. Of texts
+        that are packed finally `final_blocks`, which are held, `final_bytes`, the most that a KV
+        head of a layer loses, `most_lost`, and how many lose more than the bound, `over_bound`.
         """
-        counts = self.cache.stats()
-        held, bases = counts["held"] * self.block_bytes, self.bases
+        counts, final = self.cache.stats(), self.final
+        known = {"final_blocks": 0, "final_bytes": 0, "most_lost": 0.0, "over_bound": 0}
+        if final is not None:
+            counts |= {name: counts[name] - final.kept_back for name in ("total", "held")}
+            known = {"final_blocks": final.blocks, "final_bytes": final.nbytes}
+            known["most_lost"] = max((text.most_lost for text in final.texts), default=0.0)
+            known["over_bound"] = sum(text.over_bound for text in final.texts)
+        counts |= known
+        held = (counts["held"] - counts["final_blocks"]) * self.block_bytes + counts["final_bytes"]
+        bases = self.bases
         known = {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
         known |= {"basis_bytes": 0, "own_bases": 0, "own_bases_most": 0}
         if bases is not None:
@@ -146,7 +156,7 @@ class PackedPool:
 
     def pack(self, packs: Int32, basis: int | None = None) -> None:
         """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis."""
-        bases = self.bases
+        packs, bases = self.placed(packs), self.bases
         if bases is not None:
             if basis is None:
                 if bases.wants_moments:
@@ -179,10 +189,63 @@ class PackedPool:
             known = {"pages": pages or self.converted_pages, "page_tokens": PAGE_TOKENS}
             ops.bound_packed(exact, self.bounds, packs, **known)
 
+    def placed(self, table: Int32) -> Int32:
+        """A table [N, n] of packed blocks, in its first column, with where their pages lie."""
+        if self.final is None:
+            return table
+        found: Int32 = table.copy()
+        found[:, 0] = self.final.rows(table[:, 0])
+        return found
+
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:
         """Writes what blocks stand for into exact pages, all layers and KV heads."""
+        if self.final is not None:
+            final = self.final.are_final(packs[:, 0])
+            self.final.unpack(packs[final], into)
+            packs = self.placed(packs[~final])
+        if not len(packs):
+            return
         (table,) = send(self.device, packs)
         ops.unpack_pages(self.pages, into, table, pages=self.block_pages)
+
+    def unpack_layer(self, layer: int, packs: Int32, into: torch.Tensor, in_basis: bool) -> None:
+        """Writes one layer of what blocks stand for into exact ones of a page a KV head.
+
+        `in_basis`: as `ops.unpack_pages` has it, of blocks that `bases_of` knows.
+        """
+        heads = self.kv_heads
+        if self.final is not None:
+            final = self.final.are_final(packs[:, 0])
+            self.final.unpack(packs[final], into, (layer * heads, (layer + 1) * heads))
+            packs = self.placed(packs[~final])
+        if not len(packs):
+            return
+        packed, there = self.of_layer(layer, packs[:, 0])
+        (table,) = send(self.device, np.column_stack((there, packs[:, 1:])).astype(np.int32))
+        ops.unpack_pages(packed, into, table, pages=heads, in_basis=in_basis, in_order=False)
+
+    def bases_of(self, blocks: Int32) -> Int32:
+        """The basis of each block [N] by its number in the pool, −1 of a final text's."""
+        assert self.bases is not None
+        if self.final is None:
+            return self.bases.numbers(blocks)
+        found = np.full(len(blocks), -1, np.int32)
+        own = ~self.final.are_final(blocks)
+        found[own] = self.bases.numbers(self.final.rows(blocks[own]))
+        return found
+
+    def more_bytes(self, request: KvRequest) -> int:
+        """Bytes that a request shares beside blocks in the pool's format.
+
+        They are of documents' own bases, and of the strategies that they are packed by; those that
+        save some have less than 0.
+        """
+        blocks = request.entries()[:, 0]
+        if not len(blocks):
+            return 0
+        if self.final is not None:
+            return self.final.more_bytes(blocks, self.block_bytes)
+        return 0 if self.bases is None else self.bases.own_bytes(blocks)
 
     def of_layer(self, layer: int, blocks: Int32) -> tuple[ops.PackedPages, Int32]:
         """One layer's pages of blocks [N], as blocks [N] of one page a KV head.
@@ -209,7 +272,7 @@ class PackedPool:
 
     def expect_room(self, tokens: int) -> None:
         """Raises `PoolFull` for more tokens than the pool could hold if it held nothing else."""
-        blocks = self.cache.stats()["arena_pages"] // self.block_pages - 1
+        blocks = len(self.pages.data) // self.block_pages - 1
         if -(-tokens // PAGE_TOKENS) > blocks:
             raise PoolFull(
                 f"packed pages: expected up to {blocks * PAGE_TOKENS} tokens, got {tokens}"
@@ -267,22 +330,38 @@ def format_of(spec: ModelSpec, page_tokens: int, packing: Packing) -> ops.Packed
     return format_on(packing, spec.head_dim, spec.dtype, spec.device)
 
 
+def strategy_formats(spec: ModelSpec, packing: Packing) -> tuple[ops.PackedFormat, ...]:
+    """The formats that documents of a model may be packed in finally; none without a strategy.
+
+    # Errors
+    As `format_on` and `Strategy.formats`.
+    """
+    if packing.strategy is None:
+        return ()
+    scales = "f16" if spec.dtype == torch.float16 else "bf16"
+    candidates, fallback = packing.strategy.formats(spec.head_dim, PAGE_TOKENS, scales)
+    formats = *candidates, fallback
+    for of in formats:
+        format_on(Packing(of), spec.head_dim, spec.dtype, spec.device)
+    return formats
+
+
 def check_pages(page_tokens: int, windows: Sequence[int | None], packing: Packing) -> None:
     """Refuses exact pages, and `windows` of a model's layers, that nothing is packed from.
 
     # Errors
     As `format_of`.
     """
-    named = packing.format
+    named = packing.named
     if page_tokens < 1 or PAGE_TOKENS % page_tokens:
         raise InvalidArgument(
-            f"page_tokens: expected a divisor of {PAGE_TOKENS} beside kv_dtype={named!r}, "
+            f"page_tokens: expected a divisor of {PAGE_TOKENS} beside kv_dtype={named}, "
             f"got {page_tokens}"
         )
     sliding = [at for at, window in enumerate(windows) if window is not None]
     if sliding:
         raise Unsupported(
-            f"kv_dtype: expected a model without sliding windows beside {named!r}, "
+            f"kv_dtype: expected a model without sliding windows beside {named}, "
             f"got one in layer {sliding[0]}"
         )
 
@@ -295,16 +374,22 @@ def format_on(
     # Errors
     `Unsupported` for what the kernels do not read.
     """
-    named = packing.format
+    named = packing.named
+    of = packing.pages(head_dim, PAGE_TOKENS, "f16" if dtype == torch.float16 else "bf16")
     if device.type == "cuda":
         if dtype == torch.float32:
-            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside {named!r} on {device}")
+            raise Unsupported(f"kv_dtype: expected bf16 or f16 beside {named} on {device}")
+        if of.kind == "top-r" and of.numbers == "bf16" and dtype != torch.bfloat16:
+            raise Unsupported(
+                f"kv_dtype: expected a model in bf16, or numbers of fp8 or int4, beside {named} on "
+                f"{device}, got a model in f16"
+            )
         if head_dim not in _DEVICE_DIMS:
             raise Unsupported(
                 f"kv_dtype: expected a head dim of {' or '.join(map(str, _DEVICE_DIMS))} beside "
-                f"{named!r} on {device}, got {head_dim}"
+                f"{named} on {device}, got {head_dim}"
             )
-    return packing.pages(head_dim, PAGE_TOKENS, "f16" if dtype == torch.float16 else "bf16")
+    return of
 
 
 def exact_windows(layers: int, kv_heads: int, fingerprint: str = "any") -> HeadClassMap:
@@ -318,142 +403,3 @@ def exact_windows(layers: int, kv_heads: int, fingerprint: str = "any") -> HeadC
     known = {"model_fingerprint": fingerprint, "kv_heads": kv_heads}
     sizes = {"schema_version": 1, "layers": layers, "heads": heads}
     return HeadClassMap.from_json(json.dumps({**known, **sizes}))
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """How large the two pools of a model are, by the tokens that they have room for.
-
-    `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
-    of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
-    may have bases of their own.
-    """
-
-    exact: KvShape
-    packed: KvShape
-    windows: HeadClassMap
-    page_bytes: int
-    basis_bytes: int
-    chunk_tokens: int | None
-    has_own: bool = True
-
-    def exact_blocks(self, tokens: int) -> int:
-        """Blocks of the exact pool beside packed pages of so many tokens.
-
-        It has a share of them, and no less than a chunk of a prompt and two requests' windows take.
-        """
-        window = SINK_TOKENS + RECENT_TOKENS
-        least = min(tokens, self.chunk_tokens or CHUNK_TOKENS) + 2 * window + PAGE_TOKENS
-        return self.exact.blocks_for_tokens(max(tokens // EXACT_SHARE, least)) + 1
-
-    def chunk(self, tokens: int) -> int:
-        """Rows of a prompt that are computed at once, in pools of so many tokens.
-
-        A chunk unpacks all that lies before it, so fewer of them cost less: half of the share that
-        exact pages have is theirs, and windows of other requests keep the rest.
-        """
-        share = tokens // (2 * EXACT_SHARE) // PAGE_TOKENS * PAGE_TOKENS
-        return self.chunk_tokens or min(max(CHUNK_TOKENS, share), MOST_CHUNK_TOKENS)
-
-    def packed_pages(self, tokens: int) -> int:
-        """Pages of the packed pool."""
-        return self.packed.pages_for_blocks(self.packed_blocks(tokens))
-
-    def packed_blocks(self, tokens: int) -> int:
-        """Its blocks, the null block among them."""
-        return self.packed.blocks_for_tokens(tokens) + 1
-
-    def bases(self, tokens: int) -> int:
-        """Bases: those of no document, and of as many documents as may have their own at once."""
-        if not self.basis_bytes:
-            return 0
-        if not self.has_own:
-            return FIRST_OWN
-        packed = self.packed_pages(tokens) * self.page_bytes
-        return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
-
-    def total_bytes(self, tokens: int) -> int:
-        """Bytes of both pools with room for so many tokens, bases among them."""
-        exact = self.exact.pages_for_blocks(self.exact_blocks(tokens), self.windows)
-        packed = self.packed_pages(tokens) * self.page_bytes
-        return exact * self.exact.page_bytes + packed + self.bases(tokens) * self.basis_bytes
-
-    def tokens_within(self, arena_bytes: int) -> int:
-        """The most tokens, in whole pages, for which both pools take no more bytes.
-
-        # Errors
-        `InvalidArgument` for bytes that hold no page beside what is exact.
-        """
-        most = max(0, arena_bytes) // (self.page_bytes * self.packed.layers * self.packed.kv_heads)
-
-        def taken(blocks: int) -> int:
-            return self.total_bytes(blocks * PAGE_TOKENS)
-
-        blocks = bisect_right(range(most + 1), arena_bytes, key=taken) - 1
-        if blocks < 1:
-            raise InvalidArgument(
-                f"arena_bytes: expected at least {taken(1)} beside packed pages, got {arena_bytes}"
-            )
-        return blocks * PAGE_TOKENS
-
-
-def make_packed_pool(
-    spec: ModelSpec,
-    page_tokens: int,
-    packing: Packing,
-    make_exact: Callable[[int, HeadClassMap], ExactPool],
-    chunk_tokens: int | None,
-    rooms: tuple[int | None, int],
-    heads: HeadClassMap | None,
-    **settings: Any,
-) -> tuple[ExactPool, PackedPool]:
-    """The exact pool, made of so many blocks and a head map, and the packed one beside it.
-
-    `rooms`: bytes of both together, or None, and tokens otherwise. `heads`: what heads read, if
-    not all. `settings` are `KvCache`'s own.
-
-    # Errors
-    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `InvalidArgument` for a basis beside
-    a format that has none; `OutOfMemory` for what the device cannot hold.
-    """
-    of, (arena_bytes, tokens) = format_of(spec, page_tokens, packing), rooms
-    geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
-    per_block = len(spec.layers) * spec.kv_heads
-    one = basis_bytes(of, per_block)
-    check_basis(packing, of, per_block)
-    exact_shape = KvShape(*geometry, page_tokens, dtype)
-    reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
-    page_bytes = of.page_bytes + (BOUND_BYTES * spec.head_dim if reads.budgets else 0)
-    sizes = PoolSizes(
-        exact_shape,
-        KvShape(*geometry, PAGE_TOKENS, dtype),
-        exact_windows(len(spec.layers), spec.kv_heads, spec.fingerprint),
-        page_bytes,
-        one,
-        chunk_tokens,
-    )
-    if arena_bytes is not None:
-        tokens = sizes.tokens_within(arena_bytes)
-    exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
-    cache = KvCache(sizes.packed, blocks=sizes.packed_blocks(tokens), memory=False, **settings)
-    count = sizes.packed_pages(tokens)
-    wanted = f"{count * page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"
-
-    @needs_memory("packed pages", wanted)
-    def made() -> tuple[ops.PackedPages, torch.Tensor | None]:
-        bases = bounds = None
-        if one:
-            shape = basis_shape(of, per_block)
-            bases = torch.zeros((sizes.bases(tokens), *shape), device=spec.device)
-        if reads.budgets:
-            bounds = torch.zeros((count, 3, spec.head_dim), device=spec.device)
-        return ops.PackedPages.zeros(count, of, spec.device, bases=bases), bounds
-
-    pages, bounds = made()
-    bases = None
-    if pages.bases is not None:
-        bases = PoolBases(pages.bases, of, per_block, packing.basis)
-    known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
-    aside = Aside(spec.device) if packing.beside else None
-    return exact, PackedPool(*known, sizes.chunk(tokens), aside)

@@ -96,6 +96,7 @@ class PackedPrefix:
         self.request.take_copies()
         self.request.finish_copies()
         self._blocks = self.request.entries()[: self.tokens // PAGE_TOKENS, 0]
+        pool.readers.add(self)
 
     def fork(self) -> PackedPrefix:
         """The packed pages of a fork: all are shared, and a page that comes to be full is its own.
@@ -105,6 +106,7 @@ class PackedPrefix:
         fork = copy(self)
         fork.copy, fork.request = None, self.request.fork()
         fork.report = PackedReport()
+        self.pool.readers.add(fork)
         return fork
 
     @property
@@ -302,10 +304,7 @@ class PackedPrefix:
         page = self.pool.cache.shape.page_bytes
         own, shared = self.request.kv_bytes()
         size = self.pool.pages.format.page_bytes
-        bases = 0
-        if self.pool.bases is not None and len(entries := self.request.entries()):
-            bases = self.pool.bases.own_bytes(entries[:, 0])
-        return own // page * size, shared // page * size + bases
+        return own // page * size, shared // page * size + self.pool.more_bytes(self.request)
 
     def scratch_bytes(self, tokens: int) -> int:
         """What a chunk of a prompt of so many tokens has unpacked at most."""
@@ -317,6 +316,7 @@ class PackedPrefix:
             self._layers.join()
             self._layers = None
         self.request.release()
+        self.pool.readers.discard(self)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class PackedPrefix:
         """
         bases, turned = self.pool.bases, np.full(len(entries), -1, np.int32)
         if bases is not None and softcap is None and self.pool.device.type == "cpu":
-            turned = np.where(entries[:, 4] == 0, bases.numbers(entries[:, 0]), turned)
+            turned = np.where(entries[:, 4] == 0, self.pool.bases_of(entries[:, 0]), turned)
         for run in np.split(np.arange(len(entries)), np.flatnonzero(np.diff(turned)) + 1):
             for part in _in_parts(entries[run]):
                 number = int(turned[run[0]])
@@ -473,10 +473,7 @@ def unpacked(
     pages = torch.empty(shape, dtype=pool.exact.dtype, device=device)
     listed = entries.copy()
     listed[:, 0] = exact[which]
-    if len(blocks):
-        packed, there = pool.of_layer(layer, blocks)
-        (table,) = send(device, packs_of(there, (exact + layer * heads)[:, None]))
-        ops.unpack_pages(packed, pages, table, pages=heads, in_basis=in_basis, in_order=False)
+    pool.unpack_layer(layer, packs_of(blocks, (exact + layer * heads)[:, None]), pages, in_basis)
     return pages, listed
 
 

@@ -14,7 +14,8 @@ from kvweave.arguments import whole
 from kvweave.cache import HeadClassMap, KvCache, KvShape
 from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument
-from kvweave.runner.kv.packed_pool import ExactPool, PackedPool, make_packed_pool
+from kvweave.runner.kv.packed_pool import ExactPool, PackedPool
+from kvweave.runner.kv.packed_room import make_packed_pool
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 

@@ -69,7 +69,7 @@ def check_basis(packing: Packing, of: ops.PackedFormat, pages: int) -> None:
     if given is None:
         return
     if not wanted:
-        raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.format!r}, got one")
+        raise InvalidArgument(f"basis: expected None beside kv_dtype={packing.named}, got one")
     if tuple(given.shape) != wanted or not bool(given.isfinite().all()):
         raise InvalidArgument(
             f"basis: expected finite numbers [{', '.join(map(str, wanted))}], "

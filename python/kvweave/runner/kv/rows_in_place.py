@@ -24,7 +24,9 @@ its directions once for all rows, into scratch, where there are several."""
 
 
 def reads_in_place(pool: PackedPool, rows: int) -> bool:
-    """Whether so many rows of a prompt read packed pages as they lie."""
+    """Whether so many rows of a prompt read packed pages as they lie, all of one format."""
+    if pool.final is not None:
+        return False
     if pool.device.type == "cuda":
         return rows <= MOST_ON_DEVICE
     return rows <= (MOST_ON_HOST if pool.bases is None else MOST_IN_BASIS)

@@ -62,8 +62,8 @@ class PrefillContext:
             self.computing.at_end = Zeroing(self.cache, self.pages, pools, documents).zero
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
         self.final_packing: FinalPacking | None = None
-        if self.packed is not None and self.packed.bases is not None:
-            self.final_packing = FinalPacking(self.packed, self.packed.bases, self.computing)
+        if self.packed is not None and (self.packed.bases or self.packed.final):
+            self.final_packing = FinalPacking(self.packed, self.computing)
 
     def warn_of_length(self, tokens: int) -> None:
         """Warns of a prompt and answer longer than the model is made for."""

@@ -5,7 +5,8 @@ page is packed at once, and copied to the host by a thread, for which a prefill 
 next chunk is done first. A second thread sums up moments as copies come, chooses the basis of every
 layer, head and side, and packs the text anew; whoever computes puts those bytes in the place of the
 others between two calls (MosaicKV, sections 5.4 and 5.5, whose double buffer this is). Whatever
-fails, the first packing stays.
+fails, the first packing stays. With a strategy the thread chooses formats too, and the text lies
+beside the pool from then on.
 """
 
 from __future__ import annotations
@@ -17,22 +18,18 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
-from kvweave.ops.top_r_choice import lost_of
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, by_themselves
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.pool_bases import OWN_SHARE, PoolBases, needs_steps
+from kvweave.runner.kv.pool_bases import needs_steps
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import PackingReport
+from kvweave.runner.tiers.chosen_formats import ChosenFormats
+from kvweave.runner.tiers.packed_losses import Part, most_lost, packed_part, relative, sampled
+from kvweave.runner.tiers.strategies import Strategies, has_own_basis, shared_basis
 from kvweave.runner.tiers.worker import Job, Worker
-
-SAMPLED_TOKENS = 4096
-"""Bases are chosen by what they lose of about so many tokens of a text, evenly spread."""
-
-Part = tuple[torch.Tensor, Int32]
-"""Exact pages, and the packs that name them."""
 
 Queries = list[tuple[torch.Tensor, int, int]]
 """Queries on the host, as `Moments.add_queries` takes them."""
@@ -44,8 +41,9 @@ class FinalPacking:
     Everything but the thread's own work is for whoever is `computing`.
     """
 
-    def __init__(self, pool: PackedPool, bases: PoolBases, computing: OneThread) -> None:
-        self.pool, self.bases, self.computing = pool, bases, computing
+    def __init__(self, pool: PackedPool, computing: OneThread) -> None:
+        self.pool, self.computing = pool, computing
+        self.strategies = None if pool.final is None else Strategies(pool, pool.final)
         self.worker = Worker("kvweave packing")
         self.copier = Worker("kvweave copying")
         self.aside = Aside(pool.device)
@@ -57,17 +55,22 @@ class FinalPacking:
         """What keeps the exact pages of a document from now on, if it is to have its own basis."""
         count = len(tokens)
         blocks = -(-count // PAGE_TOKENS)
-        report = PackingReport(count, self.pool.packing.format)
+        report = PackingReport(count, str(self.pool.packing.format))
         size = blocks * PAGE_TOKENS * self.pool.token_bytes * self.pool.cache.shape.layers
-        if OWN_SHARE * self.bases.basis_bytes > blocks * self.pool.block_bytes:
+        if self.strategies is None and not has_own_basis(self.pool, self.pool.pages.format, blocks):
             report.why = "too short for a basis of its own"
-        elif self.pool.cache.match_prefix(tokens, namespace, regime=regime) >= count - PAGE_TOKENS:
+        elif self._was_packed(tokens, namespace, regime):
             report.why = "packed before"
         elif not self._reserve(size):
             report.why = "no room for its copy on the host"
         else:
             return DocumentCopy(self, report, size)
         return DocumentCopy(self, report, 0)
+
+    def _was_packed(self, tokens: Rows, namespace: str, regime: int) -> bool:
+        """Whether all whole pages of a text are there."""
+        found = self.pool.cache.match_prefix(tokens, namespace, regime=regime)
+        return found >= max(1, len(tokens) - PAGE_TOKENS)
 
     def _reserve(self, size: int) -> bool:
         with self.worker.changed:
@@ -83,9 +86,16 @@ class FinalPacking:
             self._ended[how] += 1
 
     def stats(self) -> dict[str, int]:
-        """How documents ended that were copied, and bytes of the copies that there are."""
+        """How documents ended that were copied, and bytes of the copies that there are.
+
+        With a strategy also `final_bytes` and `over_bound` of `PackedPool.stats`.
+        """
         with self.worker.changed:
-            return {**self._ended, "copied_bytes": self._copied}
+            known = {**self._ended, "copied_bytes": self._copied}
+        if self.pool.final is not None:
+            some = self.pool.stats()
+            known |= {name: some[name] for name in ("final_bytes", "over_bound")}
+        return known
 
     def flush(self) -> None:
         """Returns when every document that was inserted is packed finally, or stays as it is."""
@@ -109,8 +119,8 @@ class DocumentCopy:
         self.parts: list[Part] = []
         # Queries that nobody has told the moments of yet, as these take them.
         self.queries: Queries = []
-        self.moments = ops.Moments(of.pool.pages.format, of.pool.block_pages)
-        pages = of.pool.block_pages
+        pages, form = of.pool.block_pages, of.pool.pages.format
+        self.moments = ops.Moments(form if of.strategies is None else of.strategies.widest, pages)
         # Σ |x − x̂|² and Σ |x|² of keys and values by page, as they are packed first.
         self.lost, self.whole = torch.zeros(2, pages, 2, dtype=torch.float64)
         self.failed: BaseException | None = None
@@ -125,11 +135,11 @@ class DocumentCopy:
             # Beside the pages that come a device has room for none that are to be copied yet.
             self.of.copier.wait()
             part = by_themselves(exact, packs, self.of.pool.block_pages)
-            first = self.of.bases.on_host(self.of.bases.shared)
+            first = shared_basis(self.of.pool)
             self.of.copier.submit(_Fetch(self, part, first, self.queries))
             self.queries = []
 
-    def take(self, part: Part, basis: torch.Tensor, queries: Queries) -> None:
+    def take(self, part: Part, basis: torch.Tensor | None, queries: Queries) -> None:
         """Has a copy measured that lies on the host; in the thread that made it."""
         if self.size:
             self.parts.append(part)
@@ -140,17 +150,19 @@ class DocumentCopy:
         if self.size:
             self.queries.append((q, first, kv_heads))
 
-    def finish(self, packed: PackedPrefix, then: Callable[[KvRequest], None]) -> None:
-        """Has it packed finally, now that it is frozen, and then told of to `then`.
+    def finish(self, packed: PackedPrefix, name: str, then: Callable[[KvRequest], None]) -> None:
+        """Has it packed finally, now that it is frozen under a name, and then told of to `then`.
 
         Where it is not to be packed once more that is at once. Its blocks are held until then.
         """
+        if self.of.strategies is not None:
+            self.of.strategies.named(packed.request, name)
         if not self.size:
             then(packed.request)
             return
         self._held, self._then = packed.request.fork(), then
-        shared = self.of.bases.on_host(self.of.bases.shared)
-        self.of.copier.submit(_Behind(self.of.worker, _Repack(self, shared)))
+        again = _Repack(self, shared_basis(self.of.pool))
+        self.of.copier.submit(_Behind(self.of.worker, again))
 
     def drop(self) -> None:
         """Forgets it where it has not been frozen."""
@@ -173,7 +185,8 @@ class DocumentCopy:
 
     def switch(self, made: Made) -> None:
         """Puts the final packing in the place of the first; done while nobody computes."""
-        pool, bases = self.of.pool, self.of.bases
+        pool, bases = self.of.pool, self.of.pool.bases
+        assert bases is not None
         number = bases.free()
         if number is None:
             self.end("no room for one more basis")
@@ -188,6 +201,26 @@ class DocumentCopy:
         report = self.report
         report.basis, report.basis_bytes = "own", bases.basis_bytes
         report.lost, report.chosen = made.lost, made.chosen
+        self._end("final")
+
+    def place(self, made: ChosenFormats) -> None:
+        """Puts a text packed by a strategy in the place of the first; as `switch`."""
+        strategies = self.of.strategies
+        assert strategies is not None
+        assert self._held is not None
+        why = strategies.place(self._held, made, most_lost(self.lost, self.whole))
+        if why:
+            self.end(why)
+            return
+        report = self.report
+        report.basis = "shared" if made.chosen.keys() <= {"shared", "axes"} else "own"
+        report.formats, report.bytes, report.basis_bytes = (
+            made.formats,
+            made.nbytes,
+            made.basis_bytes,
+        )
+        report.lost, report.chosen = made.lost, made.chosen
+        report.most_lost, report.over_bound = made.most_lost, made.over_bound
         self._end("final")
 
 
@@ -205,9 +238,7 @@ class Made:
             "own, not centred": torch.from_numpy(copy.moments.basis(centred=False)),
             "shared": shared,
         }
-        every = -(-copy.report.tokens // SAMPLED_TOKENS)
-        sampled = [(cache, packs[::every]) for cache, packs in copy.parts]
-        best = self._best(copy.moments, candidates, sampled)
+        best = self._best(copy.moments, candidates, sampled(copy.parts, copy.report.tokens))
         counts = torch.bincount(best.reshape(-1), minlength=len(candidates)).tolist()
         self.chosen = dict(zip(candidates, counts, strict=True))
         stacked = torch.stack(list(candidates.values()))
@@ -216,10 +247,10 @@ class Made:
         data: list[torch.Tensor] = []
         lost, whole = self._lost(self.basis, copy.parts, data)
         self.data = torch.cat(data)
-        self.lost = _relative(lost, whole)
+        self.lost = relative(lost, whole)
 
     def _best(
-        self, moments: ops.Moments, candidates: dict[str, torch.Tensor], sampled: list[Part]
+        self, moments: ops.Moments, candidates: dict[str, torch.Tensor], parts: list[Part]
     ) -> torch.Tensor:
         """Of each page's keys and values the number of the basis that loses least, [pages, 2].
 
@@ -229,12 +260,12 @@ class Made:
         """
         metric = moments.metric
         roots = None if metric is None else torch.linalg.cholesky(torch.from_numpy(metric))
-        sums = [self._lost(basis, sampled, roots=roots) for basis in candidates.values()]
+        sums = [self._lost(basis, parts, roots=roots) for basis in candidates.values()]
         losses, whole = torch.stack([lost for lost, _ in sums]), sums[0][1]
         if needs_steps(self._form):
             weights = 1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
             if roots is not None:
-                count = sum(int(packs[:, 1].sum()) for _, packs in sampled)
+                count = sum(int(packs[:, 1].sum()) for _, packs in parts)
                 mean = candidates["own"][:, 1, 0].double()
                 spread = (whole[:, 1] / count - mean.square().sum(-1)).clamp_min(0.0)
                 weights = torch.stack((spread / mean.shape[-1], torch.ones_like(spread)), 1)
@@ -251,8 +282,8 @@ class Made:
     ) -> torch.Tensor:
         """What parts lose in a basis, as `lost_of`; `data` gets the bytes."""
         total = torch.zeros(2, self._pages, 2, dtype=torch.float64)
-        for cache, packs in parts:
-            packed, lost = _packed(self._form, self._pages, basis, cache, packs, roots)
+        for part in parts:
+            packed, lost = packed_part(self._form, self._pages, basis, part, roots)
             total += lost
             if data is not None:
                 data.append(packed.data[1:])
@@ -263,7 +294,7 @@ class _Fetch(Job):
     """Copies some pages to the host, behind all that the current stream was asked to do by now."""
 
     def __init__(
-        self, copy: DocumentCopy, part: Part, basis: torch.Tensor, queries: Queries
+        self, copy: DocumentCopy, part: Part, basis: torch.Tensor | None, queries: Queries
     ) -> None:
         self._copy, self._pages, self._packs = copy, [part[0]], part[1]
         self._basis, self._queries = basis, queries
@@ -299,7 +330,7 @@ class _Measure(Job):
         self,
         copy: DocumentCopy,
         part: Part,
-        basis: torch.Tensor,
+        basis: torch.Tensor | None,
         queries: Queries,
     ) -> None:
         self._copy, self._part, self._basis, self._queries = copy, part, basis, queries
@@ -310,10 +341,10 @@ class _Measure(Job):
         for q, first, kv_heads in self._queries:
             copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
         pool = copy.of.pool
-        lost = _packed(pool.pages.format, pool.block_pages, self._basis, cache, packs)[1]
+        lost = packed_part(pool.pages.format, pool.block_pages, self._basis, self._part)[1]
         copy.lost += lost[0]
         copy.whole += lost[1]
-        copy.report.lost_first = _relative(copy.lost, copy.whole)
+        copy.report.lost_first = relative(copy.lost, copy.whole)
 
     def end(self, error: BaseException | None) -> None:
         self._copy.failed = self._copy.failed or error
@@ -325,14 +356,20 @@ class _Repack(Job):
     `shared`: the basis on the host that it may have with other text.
     """
 
-    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
+    def __init__(self, copy: DocumentCopy, shared: torch.Tensor | None) -> None:
         self._copy, self._shared = copy, shared
-        self._made: Made | None = None
+        self._made: Made | ChosenFormats | None = None
 
     def run(self) -> None:
         if self._copy.failed is not None:
             raise self._copy.failed
-        self._made = Made(self._copy, self._shared)
+        copy, strategies = self._copy, self._copy.of.strategies
+        if strategies is not None:
+            known = copy.parts, copy.report.tokens, copy.moments, self._shared
+            self._made = strategies.chosen(*known)
+            return
+        assert self._shared is not None
+        self._made = Made(copy, self._shared)
 
     def end(self, error: BaseException | None) -> None:
         self._copy.of.computing.soon(lambda: self._ended(error))
@@ -341,31 +378,9 @@ class _Repack(Job):
         copy, made = self._copy, self._made
         if error is not None or made is None:
             copy.end(f"failed: {error}", "failed")
+        elif isinstance(made, ChosenFormats):
+            copy.place(made)
         elif {name for name, count in made.chosen.items() if count} == {"shared"}:
             copy.end("no basis of its own loses less than the shared one")
         else:
             copy.switch(made)
-
-
-def _packed(
-    form: ops.PackedFormat,
-    pages: int,
-    basis: torch.Tensor,
-    cache: torch.Tensor,
-    packs: Int32,
-    roots: torch.Tensor | None = None,
-) -> tuple[ops.PackedPages, torch.Tensor]:
-    """Exact pages packed in a basis, and what that loses as `lost_of` has it."""
-    packs = packs.copy()
-    packs[:, 0] = 1 + pages * np.arange(len(packs))
-    packed = ops.PackedPages.zeros(1 + pages * len(packs), form, bases=basis[None])
-    ops.pack_pages(cache, packed, packs, pages=pages)
-    back = torch.zeros_like(cache)
-    ops.unpack_pages(packed, back, packs, pages=pages)
-    return packed, lost_of(cache, back, packs, pages, roots)
-
-
-def _relative(lost: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:
-    """Of keys and of values the share of Σ |x|² that is lost."""
-    keys, values = (lost.sum(0) / whole.sum(0).clamp_min(torch.finfo().tiny)).tolist()
-    return keys, values

@@ -12,7 +12,7 @@ from kvweave.policies.policy_profile import heads_digest
 from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
+from kvweave.runner.kv.beside_packed import refuse_beside_packed, refuse_beside_strategy
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
@@ -52,12 +52,17 @@ def make_tiers(
 
     # Errors
     `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
-    store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
-    a folder that cannot be used, `ForeignStore` for one of another model; `InvalidArgument` too for
-    a folder whose shards are named by a hash that is not safe from tenants, where the runner's is.
+    store beside packed pages and for any tier beside a strategy of these, `OutOfMemory` for bytes
+    that the host has not, `StoreUnavailable` for a folder that cannot be used, `ForeignStore` for
+    one of another model; `InvalidArgument` too for a folder whose shards are named by a hash that
+    is not safe from tenants, where the runner's is.
     """
     if store is None and document_bytes is None and remote is None:
         return None
+    packed = decoder.heads.packed
+    for what, got in (("store", store), ("document_bytes", document_bytes)):
+        known = None if packed is None or got is None else packed.packing
+        refuse_beside_strategy(known, what)
     form = form_of(decoder, heads)
     disk, host, far = None, None, None
     if store is not None:
@@ -68,7 +73,7 @@ def make_tiers(
     if remote is not None:
         if not isinstance(remote, RemoteStore):
             raise InvalidArgument(f"remote: expected a RemoteStore, got {shown(remote)}")
-        refuse_beside_packed(decoder.heads.packed, "remote")
+        refuse_beside_packed(packed, "remote")
         assert isinstance(form, ExactForm)
         far = RemoteTier(remote, form)
     tiers = Tiers(form, Clock(decoder.spec.device), host, disk, far)

@@ -1,0 +1,323 @@
+"""`FinalTexts`: texts that are packed by a strategy of their own, beside a pool of one format.
+
+Pages of a pool have one format, so that any block has room for any text. A text that is packed
+finally by its loss has one for each layer and KV head (MosaicKV, sections 4.3 and 5.5), and so it
+lies in tensors of its own. Its blocks stay its own in the books, so it is found and read as before,
+but name no memory: what they had goes to blocks that the pool kept back until then. When nobody
+reads it any more its blocks are kept back in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvCache, KvRequest, KvShape
+from kvweave.runner.kv.tables import Int32, send_index
+
+Int64 = npt.NDArray[np.int64]
+
+NOWHERE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class FormatPages:
+    """Of a text the pages of one format: of each block those of some layers and KV heads.
+
+    `ranks` i64 [K]: which pages of a block, sorted. `pages` has the null block and then, block by
+    block, K pages. `reaches`: how the heads of each layer read them; None where it has none.
+    """
+
+    pages: ops.PackedPages
+    ranks: Int64
+    reaches: tuple[ops.Reach | None, ...]
+
+    @staticmethod
+    def of(
+        data: torch.Tensor,
+        form: ops.PackedFormat,
+        ranks: Int64,
+        basis: torch.Tensor | None,
+        shape: tuple[int, int],
+    ) -> FormatPages:
+        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D]; `shape`: layers, heads."""
+        device, count = data.device, data.shape[0] * data.shape[1]
+        made = ops.PackedPages.zeros(
+            len(ranks) + count, form, device, bases=None if basis is None else basis[None]
+        )
+        made.data[len(ranks) :] = data.flatten(0, 1)
+        layers, heads = shape
+        at = np.full(layers * heads, NOWHERE, np.int32)
+        at[ranks] = np.arange(len(ranks), dtype=np.int32)
+        reaches = tuple(_reach(each) for each in at.reshape(layers, heads))
+        return FormatPages(made, ranks, reaches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages, and of the basis that they are packed in."""
+        bases = self.pages.bases
+        return self.pages.data.nbytes + (0 if bases is None else bases.data.nbytes)
+
+    def blocks(self, numbers: Int32) -> Int32:
+        """The first pages of blocks, by their numbers in the text."""
+        firsts: Int32 = (len(self.ranks) * (1 + numbers)).astype(np.int32)
+        return firsts
+
+    def unpack(self, numbers: Int32, tokens: Int32, into: torch.Tensor, exact: Int32) -> None:
+        """Writes what blocks stand for into the pages of exact blocks [N, n], those of `ranks`."""
+        count, parts = len(self.ranks), exact.shape[1]
+        pages = (exact.reshape(-1, 1).astype(np.int64) + self.ranks).reshape(-1)
+        there = send_index(into.device, pages).long()
+        between = torch.zeros((count * (1 + exact.size), *into.shape[1:]), dtype=into.dtype)
+        between = between.to(into.device)
+        # Slots behind the last token stay as they are.
+        between[count:] = into.index_select(0, there)
+        firsts = count * (1 + np.arange(exact.size, dtype=np.int32)).reshape(-1, parts)
+        packs = np.column_stack((self.blocks(numbers), tokens, firsts)).astype(np.int32)
+        ops.unpack_pages(self.pages, between, packs, pages=count)
+        into.index_copy_(0, there, between[count:])
+
+
+@dataclass(frozen=True, eq=False)
+class FinalText:
+    """A text packed by a strategy of its own.
+
+    `held`: what holds its blocks in the books, and `blocks` their first pages there. `parts`: its
+    pages, format by format. `most_lost`: the most that a KV head of a layer loses of its keys or
+    values, and `over_bound` how many lose more than they should.
+    """
+
+    held: KvRequest
+    parts: tuple[FormatPages, ...]
+    most_lost: float
+    over_bound: int
+    blocks: Int32 = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", self.held.entries()[:, 0])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(part.nbytes for part in self.parts)
+
+
+FinalEntries = tuple[FinalText, Int32]
+"""A text, and entries [N, 5] whose blocks are numbers in it."""
+
+
+class FinalTexts:
+    """The texts of a pool that are packed finally, and where all blocks of the pool lie.
+
+    `backed`: of the blocks that `cache` counts, besides its null block, so many have memory; the
+    others are kept back for as long as no text is final. `most_bytes` of texts at once. All calls
+    are for whoever computes, or are made while nobody does.
+    """
+
+    def __init__(self, cache: KvCache, pages: int, backed: int, most_bytes: int) -> None:
+        self._cache, self._pages = cache, pages
+        self.most_bytes = most_bytes
+        total = int(cache.stats()["total"])
+        self.extra, self._size = total - backed, cache.shape.page_tokens
+        # One block more: of a request the first tokens, its prompt, cannot be taken back.
+        self._kept_back = cache.admit(np.zeros(self._size, np.int32), reuse="none")
+        self._keep_back(self.extra - 1)
+        free = np.ones(1 + total, bool)
+        free[[0, *self._kept()]] = False
+        # Where a block lies, by its number, and of which text it is, at which place.
+        self._place = np.full(1 + total, NOWHERE, np.int32)
+        self._place[0] = 0
+        self._place[free] = pages * np.arange(1, 1 + backed, dtype=np.int32)
+        self._text, self._number = np.full((2, 1 + total), NOWHERE, np.int32)
+        self._texts: dict[int, FinalText] = {}
+        self._left: set[FinalText] = set()
+        self._counted = 0
+        self.version = 0
+
+    def _keep_back(self, blocks: int) -> None:
+        if blocks:
+            self._kept_back.append(np.zeros(self._size * blocks, np.int32))
+
+    def _kept(self) -> Int64:
+        """The numbers of the blocks that are kept back, in the order in which they came."""
+        blocks: Int64 = self._kept_back.entries()[:, 0].astype(np.int64) // self._pages
+        return blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all texts that there are."""
+        return sum(text.nbytes for text in self._texts.values())
+
+    @property
+    def texts(self) -> tuple[FinalText, ...]:
+        """All that there are."""
+        return tuple(self._texts.values())
+
+    @property
+    def kept_back(self) -> int:
+        """Blocks that are counted as held and are nobody's."""
+        return len(self._kept())
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of texts that are packed finally."""
+        return sum(len(text.blocks) for text in self._texts.values())
+
+    # ---- where blocks lie -----------------------------------------------------------------
+
+    def rows(self, blocks: Int32) -> Int32:
+        """The first pages in the pool's memory of blocks [N] of no text that is final."""
+        found: Int32 = self._place[blocks // self._pages]
+        assert (found != NOWHERE).all(), "blocks have memory until their text is final"
+        return found
+
+    def are_final(self, blocks: Int32) -> npt.NDArray[np.bool_]:
+        """Which of blocks [N] are of a text that is packed finally."""
+        final: npt.NDArray[np.bool_] = self._text[blocks // self._pages] != NOWHERE
+        return final
+
+    def split(self, entries: Int32) -> tuple[Int32, list[FinalEntries]]:
+        """Entries [N, 5] of the pool's memory, and those of texts that are packed finally."""
+        at = entries[:, 0] // self._pages
+        texts = self._text[at]
+        own = entries[texts == NOWHERE].copy()
+        own[:, 0] = self._place[at[texts == NOWHERE]]
+        final = []
+        for which in np.unique(texts[texts != NOWHERE]).tolist():
+            some = entries[texts == which].copy()
+            some[:, 0] = self._number[at[texts == which]]
+            final.append((self._texts[which], some))
+        return own, final
+
+    def unpack(
+        self, packs: Int32, into: torch.Tensor, ranks: tuple[int, int] | None = None
+    ) -> None:
+        """Writes what blocks of final texts stand for into exact pages, `packs` as for the pool.
+
+        `ranks`: of the pages of a block those from one to below another, else all.
+        """
+        at = packs[:, 0] // self._pages
+        texts = self._text[at]
+        for which in np.unique(texts).tolist():
+            some = texts == which
+            numbers, tokens, exact = self._number[at[some]], packs[some, 1], packs[some, 2:]
+            for part in self._texts[which].parts:
+                part = part if ranks is None else _within(part, *ranks)
+                if len(part.ranks):
+                    part.unpack(numbers, tokens, into, exact)
+
+    def more_bytes(self, blocks: Int32, block_bytes: int) -> int:
+        """How many bytes more than in the pool blocks [N] take; fewer are below 0."""
+        texts, counts = np.unique(self._text[blocks // self._pages], return_counts=True)
+        more = 0
+        for which, count in zip(texts.tolist(), counts.tolist(), strict=True):
+            if which != NOWHERE:
+                text = self._texts[which]
+                more += count * text.nbytes // len(text.blocks) - count * block_bytes
+        return more
+
+    # ---- texts that come and go -----------------------------------------------------------
+
+    def of_blocks(self, blocks: Int32) -> list[FinalText]:
+        """The texts that any of blocks [N] are of."""
+        found = np.unique(self._text[blocks // self._pages])
+        return [self._texts[which] for which in found.tolist() if which != NOWHERE]
+
+    def has_room(self, blocks: int, nbytes: int) -> bool:
+        """Whether a text of so many blocks and bytes may be packed finally."""
+        return blocks < self.kept_back and self.nbytes + nbytes <= self.most_bytes
+
+    def take(self, text: FinalText) -> None:
+        """Puts a text in the place of its pages, whose memory goes to other blocks.
+
+        Whoever reads these blocks reads the text from now on; `version` says that it is so.
+        """
+        count = len(text.blocks)
+        at = text.blocks.astype(np.int64) // self._pages
+        freed = self._kept()[-count:]
+        self._kept_back.truncate(self._kept_back.length - count * self._size)
+        self._place[freed], self._place[at] = self._place[at], NOWHERE
+        self._text[at], self._number[at] = self._counted, np.arange(count)
+        self._texts[self._counted] = text
+        self._counted += 1
+        self.version += 1
+
+    def leave(self, text: FinalText) -> None:
+        """Has a text be found by nobody any more; it goes when nobody reads it."""
+        text.held.retract()
+        self._left.add(text)
+
+    def give_back(self, is_read: Callable[[Int32], bool]) -> None:
+        """Lets go of texts that left and nobody reads; their blocks are kept back again."""
+        for which, text in list(self._texts.items()):
+            if text not in self._left or is_read(text.blocks):
+                continue
+            self._left.discard(text)
+            del self._texts[which]
+            at = text.blocks.astype(np.int64) // self._pages
+            self._text[at] = self._number[at] = NOWHERE
+            text.held.release()
+            self._keep_back(len(at))
+            # Those that came may have memory, which is that of others then.
+            came = self._kept()[-len(at) :]
+            places = self._place[came]
+            places = places[places != NOWHERE]
+            self._place[came] = NOWHERE
+            without = at[~np.isin(at, came)]
+            self._place[without] = places
+            self.version += 1
+
+
+def make_books(
+    shape: KvShape,
+    blocks: int,
+    most_bytes: int,
+    formats: Sequence[ops.PackedFormat],
+    **settings: Any,
+) -> tuple[KvCache, FinalTexts | None]:
+    """What counts so many blocks of packed pages, and texts of other formats, if there are any.
+
+    Beside these go as many blocks as `most_bytes` hold of the smallest.
+    `settings` are `KvCache`'s own.
+    """
+    if not formats:
+        return KvCache(shape, blocks=blocks, memory=False, **settings), None
+    pages = shape.layers * shape.kv_heads
+    least = pages * min(of.page_bytes for of in formats)
+    extra = max(1, most_bytes // least)
+    cache = KvCache(shape, blocks=blocks + extra, memory=False, **settings)
+    backed = int(cache.stats()["total"]) - extra
+    return cache, FinalTexts(cache, pages, backed, most_bytes)
+
+
+def _within(part: FormatPages, first: int, end: int) -> FormatPages:
+    """Of a format's pages those of some ranks, counted from the first of these."""
+    among = np.flatnonzero((part.ranks >= first) & (part.ranks < end))
+    if not len(among):
+        return FormatPages(part.pages, among, ())
+    count, pages = len(part.ranks), part.pages
+    blocks = len(pages.data) // count
+    index = (count * np.arange(blocks)[:, None] + among).reshape(-1)
+    data = pages.data.index_select(0, send_index(pages.data.device, index).long())
+    bases = None
+    if pages.bases is not None:
+        some = pages.bases.data[:, int(among[0]) : int(among[-1]) + 1]
+        bases = ops.PackedBases(some, pages.bases.of.new_zeros(len(data)))
+    made = ops.PackedPages(data, pages.format, bases)
+    return FormatPages(made, part.ranks[among] - first, ())
+
+
+def _reach(ranks: Int32) -> ops.Reach | None:
+    """How heads read pages of these ranks, over two tables, of which the second is empty."""
+    if (ranks == NOWHERE).all():
+        return None
+    rows = np.zeros((len(ranks), 4), np.int32)
+    rows[:, 0] = ranks == NOWHERE
+    rows[:, 1] = np.maximum(ranks, 0)
+    return ops.Reach(2, rows)

@@ -1,0 +1,150 @@
+"""A text packed by a strategy of its own: of each layer and KV head the format, by what it loses.
+
+MosaicKV, section 5.5: every candidate is tried in the text's basis, and of those that lose no more
+than a bound the smallest is taken. Here for each layer's KV head alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from kvweave import ops
+from kvweave.payload.packed import PageFormat
+from kvweave.runner.tiers.packed_losses import (
+    Part,
+    most_lost,
+    of_ranks,
+    packed_part,
+    relative,
+    sampled,
+    share,
+)
+
+Pages = tuple[ops.PackedFormat, list[int], torch.Tensor, torch.Tensor | None]
+"""A format, the ranks of its pages in a block, their data u8 [blocks, K, bytes], and their basis
+f32 [K, 2, rows, D]."""
+
+
+class ChosenFormats:
+    """A text of `tokens` in `parts`, whose blocks have so many `pages`, packed by its losses.
+
+    `bases` f32 [pages, 2, D + 1, D] by name: of each page's keys and values the one that loses
+    least is taken. `fallback` is a candidate too, and what pages have of which every one loses more
+    than `bound`.
+
+    `made`: format by format the pages; `formats`: how many layers' KV heads have each, by name, and
+    `chosen`: how many of their sides each basis. `lost`: of all keys and of all values the share of
+    Σ |x|²; `most_lost`: the most that any layer's KV head loses of its own keys or values, and
+    `over_bound`: how many lose more than the bound, all of them in the fallback.
+    """
+
+    def __init__(
+        self,
+        parts: list[Part],
+        pages: int,
+        tokens: int,
+        bases: dict[str, torch.Tensor],
+        candidates: Sequence[ops.PackedFormat],
+        fallback: ops.PackedFormat,
+        bound: float,
+    ) -> None:
+        self._parts, self._pages, self._bound = parts, pages, bound
+        self._formats, self._fallback = (*candidates, fallback), fallback
+        some = sampled(parts, tokens)
+        # By what the largest candidate loses.
+        widest = max(candidates, key=lambda of: (of.channels, of.page_bytes))
+        self._basis, self.chosen = self._best(widest, bases, some)
+        self._losses = torch.stack([self._lost(of, self._basis, some) for of in self._formats])
+        # Of each page its format, and Σ |x − x̂|² and Σ |x|² of keys and values.
+        of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]] = {}
+        left = list(range(pages))
+        while left:
+            left = self._pack(left, of_each)
+        self.made = self._by_format(of_each)
+        sums = torch.stack([of_each[rank][2] for rank in range(pages)], 1)
+        self.lost = relative(*sums)
+        self.most_lost = most_lost(*sums)
+        self.over_bound = int((~(share(*sums).amax(-1) <= bound)).sum())
+        names = (PageFormat.of(of_each[rank][0]).name for rank in range(pages))
+        self.formats = dict(Counter(names))
+
+    @property
+    def basis_bytes(self) -> int:
+        """Bytes of the bases that its pages have."""
+        return sum(basis.nbytes for *_, basis in self.made if basis is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages, with the null block before them, and of these."""
+        null = sum(len(ranks) * of.page_bytes for of, ranks, *_ in self.made)
+        return null + sum(data.nbytes for _, _, data, _ in self.made) + self.basis_bytes
+
+    def _best(
+        self, of: ops.PackedFormat, bases: dict[str, torch.Tensor], parts: list[Part]
+    ) -> tuple[torch.Tensor, dict[str, int]]:
+        """The basis in which each page's keys and values lose least, and how many each is of."""
+        losses = torch.stack([self._lost(of, basis, parts) for basis in bases.values()])
+        # Where all are NaN, of pages with a number that is, the first is as good as any.
+        best = losses.nan_to_num(nan=torch.inf).argmin(0)
+        stacked = torch.stack(list(bases.values()))
+        index = best[None, :, :, None, None].expand(1, *stacked.shape[1:])
+        counts = torch.bincount(best.reshape(-1), minlength=len(bases)).tolist()
+        return stacked.gather(0, index)[0], dict(zip(bases, counts, strict=True))
+
+    def _lost(self, of: ops.PackedFormat, basis: torch.Tensor, parts: list[Part]) -> torch.Tensor:
+        """The share of Σ |x|² that each page's keys and values lose in a format, [pages, 2]."""
+        known = None if of.basis_rows is None else _within(basis, of)
+        sums = [packed_part(of, self._pages, known, part)[1] for part in parts]
+        return share(*torch.stack(sums).sum(0))
+
+    def _pack(
+        self,
+        ranks: list[int],
+        of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]],
+    ) -> list[int]:
+        """Packs pages of some ranks; those are returned that lose more than their sample did."""
+        wanted: dict[ops.PackedFormat, list[int]] = {}
+        for rank in ranks:
+            losses = self._losses[:, rank : rank + 1]
+            (of,) = ops.choose_top_r(losses, self._formats, self._bound)
+            least = losses[self._formats.index(of)].max()
+            wanted.setdefault(of if least <= self._bound else self._fallback, []).append(rank)
+        left = []
+        for of, some in wanted.items():
+            data, sums = self._packed(of, some)
+            for at, rank in enumerate(some):
+                of_each[rank] = of, data[:, at], sums[:, at]
+                lost = share(*sums[:, at])
+                if of != self._fallback and not lost.max() <= self._bound:
+                    self._losses[self._formats.index(of), rank] = lost
+                    left.append(rank)
+        return left
+
+    def _packed(self, of: ops.PackedFormat, ranks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of some ranks of the whole text u8 [blocks, K, bytes], and sums f64 [2, K, 2]."""
+        basis = None if of.basis_rows is None else _within(self._basis[ranks], of)
+        data, sums = [], torch.zeros(2, len(ranks), 2, dtype=torch.float64)
+        for part in self._parts:
+            packed, lost = packed_part(of, len(ranks), basis, of_ranks(part, self._pages, ranks))
+            data.append(packed.data[1:].view(-1, len(ranks), of.page_bytes))
+            sums += lost
+        return torch.cat(data), sums
+
+    def _by_format(
+        self, of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]]
+    ) -> list[Pages]:
+        made: list[Pages] = []
+        for of in dict.fromkeys(form for form, _, _ in of_each.values()):
+            ranks = sorted(rank for rank, (form, _, _) in of_each.items() if form == of)
+            data = torch.stack([of_each[rank][1] for rank in ranks], 1)
+            basis = None if of.basis_rows is None else _within(self._basis[ranks], of)
+            made.append((of, ranks, data, basis))
+        return made
+
+
+def _within(basis: torch.Tensor, of: ops.PackedFormat) -> torch.Tensor:
+    """The mean and the first directions of bases, as many as a format has."""
+    return basis[..., : of.channels + 1, :].contiguous()

@@ -1,0 +1,137 @@
+"""`Strategies`: which documents of a runner are packed by strategies of their own, and where.
+
+Everything but `chosen` is for whoever computes, or is done while nobody does.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave import ops
+from kvweave.cache import KvRequest
+from kvweave.errors import PoolFull
+from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes
+from kvweave.runner.kv.tables import Int32
+from kvweave.runner.tiers.chosen_formats import ChosenFormats
+from kvweave.runner.tiers.packed_losses import Part
+
+
+def has_own_basis(pool: PackedPool, of: ops.PackedFormat, blocks: int) -> bool:
+    """Whether a text of so many blocks has a basis of its own, of pages of a format."""
+    return OWN_SHARE * basis_bytes(of, pool.block_pages) <= blocks * pool.block_bytes
+
+
+def shared_basis(pool: PackedPool) -> torch.Tensor | None:
+    """The basis on the host of text that has none of its own; None in a format without any."""
+    return None if pool.bases is None else pool.bases.on_host(pool.bases.shared)
+
+
+class Strategies:
+    """The strategy of a pool's documents, and those that have been packed by it."""
+
+    def __init__(self, pool: PackedPool, final: FinalTexts) -> None:
+        strategy, of = pool.packing.strategy, pool.pages.format
+        assert strategy is not None
+        self._pool, self._final, self._bound = pool, final, strategy.bound
+        known = of.head_dim, of.page_tokens, of.scales
+        self._candidates, self._fallback = strategy.formats(*known)
+        # Of documents by namespace and name the blocks that are frozen.
+        self._named: dict[tuple[str, str], Int32] = {}
+
+    @property
+    def widest(self) -> ops.PackedFormat:
+        """The candidate whose basis has the most directions."""
+        return max(self._candidates, key=lambda of: of.channels)
+
+    def chosen(
+        self,
+        parts: list[Part],
+        tokens: int,
+        moments: ops.Moments,
+        shared: torch.Tensor | None,
+    ) -> ChosenFormats:
+        """A text packed by what it loses; for any thread.
+
+        It has a basis of its own where this takes an eighth of what its pages take in the pool;
+        one that is too short has the shared one where that has all directions, or the axes.
+        """
+        pool, of = self._pool, self.widest
+        rows, pages = of.channels + 1, pool.block_pages
+        bases: dict[str, torch.Tensor] = {}
+        if has_own_basis(pool, of, -(-tokens // PAGE_TOKENS)):
+            bases["own"] = torch.from_numpy(moments.basis())
+            bases["own, not centred"] = torch.from_numpy(moments.basis(centred=False))
+        if shared is not None and pool.pages.format.kind == "top-r" and shared.shape[2] >= rows:
+            bases["shared"] = shared[:, :, :rows]
+        if not bases:
+            axes = torch.eye(of.head_dim)[: of.channels]
+            bases["axes"] = torch.cat((axes.new_zeros(1, of.head_dim), axes)).expand(
+                pages, 2, -1, -1
+            )
+        known = self._candidates, self._fallback, self._bound
+        return ChosenFormats(parts, pages, tokens, bases, *known)
+
+    def named(self, request: KvRequest, name: str) -> None:
+        """Takes note that a request's text has been frozen under a name."""
+        self.forget(request.namespace, name)
+        blocks, namespace = request.entries()[:, 0], request.namespace
+        tokens = np.append(request.tokens, np.int32(0))
+        known: dict[str, Any] = {"namespace": namespace, "regime": request.regime}
+        # What is frozen of a text that was there before are its blocks of then.
+        with suppress(PoolFull), self._pool.cache.admit(tokens, reuse="prefix", **known) as same:
+            whole = same.plan.reused_prefix // PAGE_TOKENS
+            blocks = np.concatenate((blocks, same.entries()[:whole, 0]))
+        self._named[namespace, name] = blocks
+
+    def forget(self, namespace: str, name: str) -> None:
+        """Lets a document go that is deleted, unless it has another name."""
+        blocks = self._named.pop((namespace, name), None)
+        if blocks is None:
+            return
+        for text in self._final.of_blocks(blocks):
+            if not self._is_named(text.blocks):
+                self._final.leave(text)
+        self._final.give_back(self._is_read)
+
+    def place(self, held: KvRequest, made: ChosenFormats, most_lost: float) -> str:
+        """Puts a text in the place of its pages in the pool; why it stays there, or ''.
+
+        `most_lost`: the most that a KV head of a layer loses of it there.
+        """
+        pool, final, blocks = self._pool, self._final, held.entries()[:, 0]
+        if not self._is_named(blocks):
+            return "deleted before it was packed finally"
+        if {pool.pages.format} == {of for of, *_ in made.made}:
+            return "no candidate loses as little as the bound"
+        if most_lost <= self._bound and made.nbytes >= len(blocks) * pool.block_bytes:
+            return "as little is lost in the pool's format, which has no more bytes"
+        final.give_back(self._is_read)
+        if not final.has_room(len(blocks), made.nbytes):
+            return "no room beside the pool for one more document"
+        shape = pool.cache.shape.layers, pool.kv_heads
+        parts = [
+            FormatPages.of(
+                data.to(pool.device),
+                of,
+                np.asarray(ranks, np.int64),
+                None if basis is None else basis.to(pool.device),
+                shape,
+            )
+            for of, ranks, data, basis in made.made
+        ]
+        final.take(FinalText(held.fork(), tuple(parts), made.most_lost, made.over_bound))
+        return ""
+
+    def _is_named(self, blocks: Int32) -> bool:
+        return any(np.isin(blocks, named).any() for named in self._named.values())
+
+    def _is_read(self, blocks: Int32) -> bool:
+        requests = (reader.request for reader in list(self._pool.readers))
+        live = (request for request in requests if not request.released)
+        return any(np.isin(blocks, request.entries()[:, 0]).any() for request in live)
