@@ -1,0 +1,63 @@
+"""Documents of several formats on a GPU: they are read as the CPU reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from decode_batches import decoding
+from document_decoding import documents, fresh
+from families import tiny
+from kvweave import ops
+from kvweave.runner import Packing, Runner, Strategy
+from packed_decoding import packed_runner, steps_of
+from strategy_runners import all_is_back, text_of
+from versions import needs_cuda
+
+pytestmark = needs_cuda
+
+STEPS, LONG = 40, 4200
+NEAR = 0.06
+"""Largest difference of a logit, as a share of the largest."""
+
+
+def there(place: str, numbers: str) -> Runner:
+    """A runner in bf16, of whose bound some heads have a top-r format and others INT4."""
+    sizes = {"head_dim": 64, "max_position_embeddings": 8192, "num_hidden_layers": 2}
+    model = tiny("llama", **sizes)
+    for number, layer in enumerate(model.model.layers):
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            rows = projection.weight.data[64 * number :][:64]
+            rows[1:32] *= 0.02
+            rows[33:] *= 0.02
+    strategy = Strategy(0.05, ops.top_r_candidates(64, numbers=numbers))
+    given = {"kv_dtype": Packing("int4", strategy=strategy), "max_tokens": 16384}
+    return packed_runner(model.to(place, torch.bfloat16), chunk_tokens=600, **given)
+
+
+@pytest.mark.parametrize("numbers", ["bf16", "fp8", "int4"])
+def test_it_says_what_the_cpu_says(numbers: str) -> None:
+    doc = documents([LONG])[0]
+    prompt = [fresh(70, 1), doc, fresh(30, 2)]
+    asked: dict[str, Any] = {"reserve_tokens": STEPS, "remember": False, "watched": False}
+    logits, said = [], None
+    for place in ("cpu", "cuda"):
+        runner = there(place, numbers)
+        report = runner.encode(doc.tokens, "long").packing
+        runner.flush()
+        assert len(report.formats) > 1
+        assert text_of(runner).nbytes == report.bytes
+        with runner.prefill(prompt, "naive", **asked) as done:
+            first = done.logits[-1].float().cpu()
+            sequence = decoding(runner, done, STEPS + 1)
+            if said is not None:
+                sequence.tokens[-1] = said[0]
+            seen = steps_of(runner, sequence, STEPS, None if said is None else said[1:])
+            said = said or list(sequence.tokens)
+            logits.append(torch.stack([first, *(each.cpu() for each in seen)]))
+        runner.delete("long")
+        assert all_is_back(runner)
+    wanted, got = logits
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < NEAR
