@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 
+from kvweave.adapters.vllm.backend.block_sizes import BLOCK_TOKENS
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.require import require
@@ -17,9 +18,6 @@ from kvweave.adapters.vllm.top_k.backend import ChoosingBackend
 from kvweave.adapters.vllm.top_k.bounds_cache import BoundsCache
 from kvweave.adapters.vllm.top_k.map import PageBudgets, budgets_of
 from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixSpec
-
-BLOCK_TOKENS = (16, 32, 64)
-"""Those that are not cut into smaller pages: bounds are of a block."""
 
 
 class _ChoosingLayer(Attention):

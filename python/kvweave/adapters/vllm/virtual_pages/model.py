@@ -12,6 +12,7 @@ from vllm.model_executor.layers.attention import Attention
 
 from kvweave import ops
 from kvweave.adapters.vllm import versions
+from kvweave.adapters.vllm.backend.block_sizes import BLOCK_TOKENS
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.heads.class_map import HeadClass
 from kvweave.adapters.vllm.options import options_of
@@ -28,7 +29,6 @@ from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.host_arena import HostArena
 
 CONNECTOR = "KvweavePages"
-BLOCK_TOKENS = (16, 32, 64)
 
 
 class _VirtualLayer(Attention):
