@@ -15,17 +15,15 @@ from kvweave.runner.kv.tables import Int32, send
 Side: TypeAlias = tuple[torch.Tensor, Int32, Int32]
 """An arena [pages, …], the pages [R] of some heads in a block, the first pages [N] of blocks."""
 
-COPIED_BYTES = 1 << 20
-"""From pieces of so many bytes on a copy engine is faster. The driver takes the host 3 µs for each:
-of smaller ones a prompt is late by more than its copies gain."""
 
-
-def carry_blocks(on_device: Side, at_home: Side, way: Way, *, pinned: bool) -> None:
+def carry_blocks(
+    on_device: Side, at_home: Side, way: Way, *, pinned: bool, engine_bytes: int
+) -> None:
     """Carries R pages of each of N blocks between a device and where they are kept.
 
     Heads whose pages follow each other on both sides, at a multiple of their count in every block,
     are carried as one. On a GPU whose driver reaches the memory at home (`pinned`) its copy engine
-    carries what is large, and its processors what is not.
+    carries pieces from `engine_bytes` on, and its processors smaller ones: see `copy_engine`.
     """
     if not len(on_device[1]) or not len(on_device[2]):
         return
@@ -38,7 +36,7 @@ def carry_blocks(on_device: Side, at_home: Side, way: Way, *, pinned: bool) -> N
     count = np.asarray([len(moves)], np.int32)
     tables = [np.ascontiguousarray(side[1][:, None] + side[2]) for side in (slots, home)]
     arena, memory = slots[0], home[0]
-    is_large = arena[0].numel() * arena.element_size() >= COPIED_BYTES
+    is_large = arena[0].numel() * arena.element_size() >= engine_bytes
     if pinned and is_large:
         # Block by block, so that neighbours are one copy.
         here, there = RowPages(arena, tables[0]), RowPages(memory, tables[1])

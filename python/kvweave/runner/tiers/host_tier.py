@@ -7,7 +7,7 @@ of eviction and the quotas here are those of any other cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.block_pages import carry_blocks
+from kvweave.runner.tiers.copy_engine import NEVER, WAYS, measured
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
 
@@ -69,6 +70,8 @@ class HostTier:
 
     Bases that documents have of their own take a share of the bytes. `pinned`: whether a GPU reads
     the memory where it lies; otherwise the host copies what it would read, and waits for that.
+    `engine_bytes`: from which size on its copy engine carries pieces, "fetch" and "spill", as was
+    measured when the tier was made; may be set.
     Whoever carries pages does so alone; `has` is for any thread.
 
     # Errors
@@ -100,6 +103,9 @@ class HostTier:
         sizes = (self.cache.stats()["arena_pages"], *arena.shape[1:])
         self.pages = arena_pages(sizes, arena.dtype, torch.device("cpu"))
         self.pinned = arena.is_cuda and pin(self.pages, arena.device)
+        self.engine_bytes: Mapping[Way, int] = dict.fromkeys(WAYS, NEVER)
+        if self.pinned:
+            self.engine_bytes = measured(arena, self.pages)
         self._arena = arena
         self._aside = Aside(arena.device)
         self._ranks = [_ranks_of(cache, group) for group in range(len(cache.groups))]
@@ -208,6 +214,7 @@ class HostTier:
                 (self.pages, at_home, home),
                 way,
                 pinned=self.pinned,
+                engine_bytes=self.engine_bytes[way],
             )
 
 
