@@ -77,6 +77,7 @@ CASES: dict[str, Case] = {
     "packed_rows": packed_rows.run,
     "top_k_step": top_k_step.run,
     "top_k_step_half": top_k_step.run_half,
+    "top_k_cadence": top_k_step.run_cadence,
     "speculation": speculation.run,
 }
 ON_A_GPU = {
@@ -85,6 +86,7 @@ ON_A_GPU = {
     "page_moves",
     "top_k_step",
     "top_k_step_half",
+    "top_k_cadence",
     "ttft_cuda",
     "ttft_heads",
 }

@@ -105,7 +105,8 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
     """What is measured, and what its runner is asked for."""
     yield "all", {}
     heads = choosing(describe(model), pages, WHOLE_EVERY)
-    how = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+    how: dict[str, Any] = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+    how["host_arrivals"] = "exact"
     for copies in task.copies:
         if copies in ("fp8", "late"):
             asked = "host_dtype" if copies == "fp8" else "host_arrivals"

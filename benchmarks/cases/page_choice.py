@@ -226,6 +226,17 @@ class Layer:
     def choose_and_attend(self) -> torch.Tensor:
         return self.attend(*self.gather())
 
+    def part(self, requests: int) -> Layer:
+        """The same layer for the first so many of its requests."""
+        return replace(
+            self,
+            requests=requests,
+            q=self.q[:requests],
+            positions=self.positions[:requests],
+            offsets=self.offsets[: requests + 1],
+            budgets=self.budgets[: requests * KV_HEADS],
+        )
+
     def attend_to_all(self) -> torch.Tensor:
         given = (self.q, self.positions, self.entries, self.kv)
         return ops.attend_decode(*given, entry_offsets=self.offsets, workspace=self.workspace)[0]
@@ -342,6 +353,33 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
     }
     title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
     return [_row(f"{title}: {name}", timing, beside[name]) for name, timing in timed.items()]
+
+
+def at_cadence(layer: Layer, every: int, clock: DeviceClock, effort: Effort) -> list[Row]:
+    """What a layer's scores, choice and attention take where a quarter is ranked at every step.
+
+    All are ranked in one of `every` steps. A quarter of the requests scores as many pages as a
+    quarter of the heads of each does. Beside it, attention to all pages.
+    """
+    layer.check()
+    kept, quarter = layer.gather(), layer.part(max(1, layer.requests // 4))
+
+    def some() -> torch.Tensor:
+        quarter.gather()
+        return layer.attend(*kept)
+
+    calls = {"a quarter": some, "everybody": layer.choose_and_attend, "all": layer.attend_to_all}
+    timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
+    seconds = {name: timing.median_s for name, timing in timed.items()}
+    mean = (seconds["a quarter"] * (every - 1) + seconds["everybody"]) / every
+    beside = {
+        "all ÷ this": seconds["all"] / mean,
+        "a quarter ranked µs": seconds["a quarter"] * 1e6,
+        "everybody ranked µs": seconds["everybody"] * 1e6,
+        "attend to all µs": seconds["all"] * 1e6,
+    }
+    title = f"{layer.requests} × {layer.tokens} tokens, {layer.most} pages"
+    return [Row(f"a layer of {title}, at the paper's cadence", mean * 1e6, "µs", None, beside)]
 
 
 def _warm(call: Callable[[], Any], clock: DeviceClock, effort: Effort) -> float:

@@ -9,7 +9,8 @@ by their means, in every step. *Over the host* has all pages but those that are 
 memory: a step in which requests are ranked brings what they newly choose from there, *all join*
 what they choose and the keys of all pages; *mirrored* copies pages there as they fill, *fp8* has
 them there in half the bytes, and *late* are rankings that take effect late, so that no step waits
-for what it chooses: the one behind the next does. Where requests are *in turns*, they have joined
+for what it chooses. *A quarter at every step* is the paper's cadence: one KV head in four is ranked
+at every step, the others every 16. Where requests are *in turns*, they have joined
 one after the other, so that some of them are ranked in every step.
 
 Times are of whole steps as an engine takes them: tokens appended, tables sent, the captured graph,
@@ -29,8 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.cases.page_choice import Layer, at_cadence
 from benchmarks.device.models import random_model
 from kvweave.cache import HeadClassMap, KvCache, KvRequest, KvShape
+from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
 from kvweave.runner.decode import Decoder, Decoding, Sampling
@@ -78,6 +81,12 @@ LOADS = (
     Load(8, 131_072, 16),
     Load(1, 131_072, 32),
 )
+CADENCE = (
+    (Load(40, 10_240, 32), (64, 128)),
+    (Load(8, 131_072, 16), (128,)),
+)
+"""Loads and the pages that heads read of them, 1024 and 2048 tokens (FlexiCache, Figure 7)."""
+
 HALF = tuple(replace(load, requests=max(1, load.requests // 2)) for load in LOADS)
 """For a card of 80 GB."""
 
@@ -90,6 +99,39 @@ def run(quick: bool) -> list[Row]:
 def run_half(quick: bool) -> list[Row]:
     """Rows of half as many requests."""
     return _run(quick, HALF)
+
+
+def run_cadence(quick: bool) -> list[Row]:
+    """Rows of the paper's cadence, of a layer and of whole steps: see `CADENCE`."""
+    clock, effort = DeviceClock(torch.device("cuda")), QUICK if quick else FULL
+    rows = []
+    for load, budgets in CADENCE[:1] if quick else CADENCE:
+        for budget in budgets:
+            layer = Layer.of(load.requests, load.tokens, budget)
+            rows += at_cadence(layer, EVERY, clock, effort)
+            del layer
+            torch.cuda.empty_cache()
+    return rows + cadence_rows(random_model(MODEL), CADENCE[:1] if quick else CADENCE, 2)
+
+
+@torch.inference_mode()
+def cadence_rows(
+    model: Any, loads: Sequence[tuple[Load, tuple[int, ...]]], periods: int
+) -> list[Row]:
+    """Whole steps of each load under its budgets at the paper's cadence, and dense ones."""
+    whole = as_a_runner_has_it(describe(model))
+    steps, rows = WARM_STEPS + (periods + 2) * EVERY, []
+    arena = arena_of(whole, [load for load, _ in loads], steps)
+    for load, budgets in loads:
+        spec = replace(whole, layers=whole.layers[: load.layers])
+        pages = arena[: load.pages(whole.kv_heads, steps)]
+        dense = Stepped.of(spec, pages, load, None, steps).rows(periods, None)
+        rows += dense
+        for budget in budgets:
+            some = Stepped.of(spec, pages, load, budget, steps, unstable_every=4)
+            rows += some.rows(periods, dense[0].value)
+            del some
+    return rows
 
 
 def _run(quick: bool, whole: Sequence[Load]) -> list[Row]:
@@ -142,21 +184,27 @@ def as_a_runner_has_it(spec: ModelSpec) -> ModelSpec:
 
 
 def choosing(
-    spec: ModelSpec, pages: int, whole_every: int = 0, estimate: bool = False
+    spec: ModelSpec,
+    pages: int,
+    whole_every: int = 0,
+    estimate: bool = False,
+    unstable_every: int = 0,
 ) -> HeadClassMap:
     """A map of heads that read so many pages, and estimate the others or not.
 
-    Of every `whole_every` KV heads one is whole, another one from layer to layer; 0 is for none.
+    Of every `whole_every` KV heads one is whole, another one from layer to layer; 0 is for none. Of
+    every `unstable_every` one is ranked at every step instead.
     """
     kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY, "estimate": estimate}
     chooses = {"class": kind, "reach": "global", "stability": "stable"}
+    often = {"class": {**kind, "rerank_every": 1}, "reach": "global", "stability": "unstable"}
     whole = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}
+    every, other = (whole_every, whole) if whole_every else (unstable_every, often)
 
     def labels(layer: int, head: int) -> dict[str, Any]:
-        if not whole_every:
+        if not every:
             return chooses
-        is_whole = head % whole_every == layer % min(whole_every, spec.kv_heads)
-        return whole if is_whole else chooses
+        return other if head % every == layer % min(every, spec.kv_heads) else chooses
 
     places = [(at, head) for at in range(len(spec.layers)) for head in range(spec.kv_heads)]
     made = {
@@ -180,7 +228,8 @@ def arena_of(spec: ModelSpec, loads: Sequence[Load], steps: int) -> torch.Tensor
 class Stepped:
     """A batch that decodes under one budget, None for everything, over the host's memory or not.
 
-    `estimate`: what is not read is estimated.
+    `estimate`: what is not read is estimated. `unstable_every`: of so many heads one is ranked at
+    every step.
     """
 
     load: Load
@@ -189,6 +238,7 @@ class Stepped:
     requests: list[KvRequest]
     batch: list[Decoding]
     estimate: bool = False
+    unstable_every: int = 0
 
     @staticmethod
     def of(
@@ -200,13 +250,16 @@ class Stepped:
         host_copies: str | None = None,
         drafts: int = 0,
         estimate: bool = False,
+        unstable_every: int = 0,
     ) -> Stepped:
         """The requests of a load; with `drafts` a decoder that drafts by the budget."""
         # What the contender before has left is in the way of what this one makes.
         gc.collect()
         if spec.device.type == "cuda":
             torch.cuda.empty_cache()
-        heads = None if budget is None else choosing(spec, budget, estimate=estimate)
+        heads = None
+        if budget is not None:
+            heads = choosing(spec, budget, 0, estimate, unstable_every)
         shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
@@ -228,7 +281,7 @@ class Stepped:
             )
             for request in requests
         ]
-        return Stepped(load, budget, decoder, requests, batch, estimate)
+        return Stepped(load, budget, decoder, requests, batch, estimate, unstable_every)
 
     def step(self, batch: list[Decoding]) -> float:
         """Seconds of one step of a batch, whose tokens are then on the host."""
@@ -245,6 +298,7 @@ class Stepped:
         self.check()
         what = "all" if self.budget is None else f"{self.budget} pages"
         what += ", estimated" if self.estimate else ""
+        what += ", a quarter at every step" if self.unstable_every == 4 else ""
         if self.host_pools:
             pool = self.host_pools[0]
             what += ", over the host" + (", mirrored" if pool.mirrors else "")

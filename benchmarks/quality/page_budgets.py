@@ -55,8 +55,8 @@ HEADER = """\
 |---:|---|---:|---|---|---|---:|---:|---|---:|---:|"""
 HOST_BYTES = 4 << 30
 HOSTS: dict[str, dict[str, str]] = {
-    "exact": {},
-    "fp8": {"host_dtype": "fp8"},
+    "exact": {"host_arrivals": "exact"},
+    "fp8": {"host_arrivals": "exact", "host_dtype": "fp8"},
     "late": {"host_arrivals": "late"},
 }
 """What a runner over host memory is asked for besides."""

@@ -72,6 +72,7 @@ TITLES = {
     "replay_segments": "The same with documents laid over the prompts: prefixes, and segments too",
     "workflow": "Agents in a ring: whose texts are kept where some of them have room",
     "top_k_step": "Whole decode steps by chosen pages, over the device and over the host, 8B shape",
+    "top_k_cadence": "A layer and whole decode steps with a quarter ranked at every step, 8B shape",
     "top_k_step_half": "The same with half as many requests; copies in fp8 and late rankings too",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
     "runner_soak": "A mixed load on served runners for an hour: nothing held in quiet, flat memory",

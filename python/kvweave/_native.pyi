@@ -415,6 +415,8 @@ class Scheduler:
         order: str = "arrival",
         doubling_ns: int = 10_000_000_000,
         span_tokens: int | None = None,
+        homes: list[tuple[int, KvCache, int, int]] | None = None,
+        part_tokens: int | None = None,
     ) -> Scheduler: ...
     def arrive(
         self,
@@ -429,10 +431,19 @@ class Scheduler:
         namespace: str = "",
         kind: int = 0,
         whole: bool = False,
+        leaves: bool = False,
     ) -> None: ...
     def expect(
-        self, request: int, *, cached: int, shared_pages: int = 0, reserved: int = 0
+        self,
+        request: int,
+        *,
+        cached: int,
+        shared_pages: int = 0,
+        reserved: int = 0,
+        leaves: bool = False,
     ) -> bool: ...
+    def in_parts(self, request: int) -> bool: ...
+    def holds(self, request: int, *, pages: int = 0, homes: list[int] | None = None) -> None: ...
     def pages_of(self, tokens: int) -> int: ...
     def set_weight(self, namespace: str, weight: int) -> None: ...
     def cancel(self, request: int) -> bool: ...

@@ -28,8 +28,13 @@ these, `shared_pages` (of the arena) are left out, which others hold already and
 `pages_of` counts what some tokens take. Who comes with `reserve` takes room for so many tokens
 more when it is admitted, and needs none while it says them (`expect` names all of them together:
 `reserved`). Nobody is admitted whose blocks the cache could not give of every head group: free
-pages may lie in slabs of another. When the cache raises `PoolFull` all the same (other users of it
-took the room, or who gave way had pages that others read too),
+pages may lie in slabs of another. `homes` are host memory where blocks of head groups may lie
+beside the device: of each its number, the cache that counts its blocks there, its slots, and the
+blocks that it has on the device beside these at most. Who `leaves` and does not fit as a whole is
+admitted by that working set, and has its other blocks promised there; `in_parts` says so, and
+`holds` tells what of it has been taken, until which the rest is nobody else's. When the cache
+raises `PoolFull` all the same (other users of it took the room, or who gave way had pages that
+others read too),
 `not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing; for a request
 that decodes, the next plan makes room. A step that failed for another reason is
 `not_done(request)`, and is planned again.

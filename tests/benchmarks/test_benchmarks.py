@@ -95,7 +95,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "workflow",
     }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "ttft_heads"}
-    on_gpu |= {"top_k_step", "top_k_step_half"}
+    on_gpu |= {"top_k_step", "top_k_step_half", "top_k_cadence"}
     assert set(CASES) == timed | host | on_gpu
 
 
@@ -163,6 +163,10 @@ def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
     assert estimated["bounds GB"] == pytest.approx(5 / 3 * at_once["bounds GB"])
     assert over_host["KV GB"] < 0.5 * at_once["KV GB"]
     assert "all ranked ms" not in rows[6].of
+    dense, often = top_k_step.cadence_rows(model, [(loads[0], (4,))], periods=2)
+    assert often.name == "3 × 200, 2 layers: 4 pages, a quarter at every step"
+    assert often.of["all ÷ this"] == dense.value / often.value
+    assert often.of["bounds GB"] == at_once["bounds GB"]
 
 
 def test_engine_load_case_measures_what_is_said_and_given_back() -> None:

@@ -24,6 +24,7 @@ from versions import needs_cuda
 pytestmark = needs_cuda
 
 STEPS = 50
+IS_THERE = Arrival.is_there
 CYCLES = 20_000_000
 KINDS = [
     [top_k(4, 5)],
@@ -111,8 +112,44 @@ def test_captured_steps_say_what_launched_ones_say_however_late_pages_come(
         assert same(steps_of(host, tokens, STEPS)[0], wanted)
     assert len(begun) > 1
     with late.at_work():
+        wanted = steps_of(launched(host_runner(model, kinds, **how)), tokens, STEPS)[0]
         assert same(steps_of(host, tokens, STEPS)[0], wanted)
-    assert late.made == len(begun)
+    assert late.made
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_no_step_waits_and_what_comes_joins(kinds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the GPU's own events: steps in which pages are on their way are captured too."""
+    monkeypatch.setattr(Arrival, "is_there", IS_THERE)
+    host = host_runner(tiny("llama").cuda(), kinds, host_arrivals="late")
+    tokens = random_tokens(300, 3)
+    with slowly() as begun:
+        for _ in range(2):
+            for logits in steps_of(host, tokens, STEPS)[0]:
+                assert logits.isfinite().all()
+    assert begun
+    assert was_captured(host)
+    graphs = host._decoder.graphs
+    assert graphs is not None
+    joins = [size for size in graphs._sizes.values() if size.form and any(size.form[1])]
+    assert bool(joins) != bool(kinds[0].get("estimate"))
+    assert nothing_is_held(host)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_what_comes_within_a_step_joins_the_layers_that_are_left(layer: int) -> None:
+    model = tiny("llama").cuda()
+    resident, host = both(model, KINDS[0], host_arrivals="late")
+    resident._decoder.graphs = None
+    launched(host)
+    tokens, late = random_tokens(300, 3), LateArrivals()
+    within = {11: layer, 12: layer, 18: layer, 22: layer}
+    wanted, _ = steps_of(resident, tokens, STEPS, defined=True, waits=True, within=within)
+    with late.at_work():
+        said, _ = steps_of(host, tokens, STEPS, arrivals=late, within=within)
+    for one, other in zip(said, wanted, strict=True):
+        near(one, other)
     assert nothing_is_held(host)
 
 

@@ -27,15 +27,16 @@ class LateBudget:
 
     `home`: how many first pages lie in the host's memory, of a budget that is not ranked at every
     step: those that are spilled before the second ranking and behind each one from then on.
-    `slots`: the page that each slot of a head holds.
+    `slots`: the page that each slot of a head holds. `waits`: pages come over when the next ranking
+    waits for them, else before the step behind the one that ranks.
     """
 
-    def __init__(self, budget: PageBudget, page: int) -> None:
-        self.budget, self.page = budget, page
+    def __init__(self, budget: PageBudget, page: int, waits: bool) -> None:
+        self.budget, self.page, self.waits = budget, page, waits
         self.room = budget.pages + -(-budget.pages // 8)
         self.position = self.count = self.listed = self.home = 0
         self.ranked: int | None = None
-        self.now = "all"
+        self.now, self.came = "all", False
         self.slots: dict[int, list[int | None]] = {}
         self.lists: dict[int, list[int]] = {}
         self.there: dict[int, list[int]] = {}
@@ -46,8 +47,12 @@ class LateBudget:
         """What happens to the request between two steps, after which it is ranked anew.
 
         Its table is "moved", it "leaves" the batch, which forgets what its slots hold, or all of
-        its pages are brought "back", which changes nothing while none is away.
+        its pages are brought "back", which changes nothing while none is away. Or pages that are on
+        their way have "come", and nothing is ranked anew.
         """
+        if what == "come":
+            self.came = True
+            return
         if what == "back" and not self.home:
             return
         self._end()
@@ -62,7 +67,10 @@ class LateBudget:
         if position == self.position:
             return
         self._end()
-        self.now = {"ranks late": "reads what is there"}.get(self.now, "goes on")
+        late = self.waits and not self.came
+        late = late and self.now in ("ranks late", "reads what is there")
+        self.came = False
+        self.now = "reads what is there" if late else "goes on"
         self.position, self.count = position, position // self.page + 1
         if self.count <= self.budget.pages:
             self.now = "all"
@@ -71,6 +79,11 @@ class LateBudget:
                 self.now = "ranks late"
                 return
             self.now, self.ranked, self.listed = "ranks", position, self.count
+
+    def come_within(self) -> None:
+        """Pages that were on their way have come when some layers of a step are computed."""
+        if self.now == "reads what is there":
+            self.now = "goes on"
 
     def reads(self, rank: int, scores: Scores) -> list[int]:
         """The pages that a head reads in this step."""
@@ -118,11 +131,15 @@ class LateBudget:
 class LateDefinition:
     """What a lone request reads by `LateBudget`, of a runner whose pages all lie on the device."""
 
-    def __init__(self, runner: Runner, sequence: Decoding) -> None:
+    def __init__(
+        self, runner: Runner, sequence: Decoding, waits: bool, within: Mapping[int, int]
+    ) -> None:
+        # By position the layer before which pages have come over.
+        self.within = within
         self.runner, self.sequence = runner, sequence
         self.page = int(runner.cache.shape.page_tokens)
         heads = runner._decoder.heads
-        self.budgets = {b.group: LateBudget(b, self.page) for b in heads.budgets}
+        self.budgets = {b.group: LateBudget(b, self.page, waits) for b in heads.budgets}
 
     @property
     def missed(self) -> int:
@@ -141,6 +158,8 @@ class LateDefinition:
             table = request.entries(budget.group)
             defined = self.budgets[budget.group]
             defined.begin(request.length - 1)
+            if layer >= self.within.get(request.length - 1, layer + 1):
+                defined.come_within()
             for head, rank in zip(some, ranks, strict=True):
 
                 def scores(head: int = head, rank: int = rank, table: Any = table) -> list[float]:
@@ -165,12 +184,16 @@ def steps_of(
     happens: Mapping[int, str] | None = None,
     *,
     defined: bool = False,
+    waits: bool = False,
+    arrivals: LateArrivals | None = None,
+    within: Mapping[int, int] | None = None,
 ) -> tuple[list[torch.Tensor], int]:
     """Logits of decode steps behind a prompt, and how many pages were missed: see `LateDefinition`.
 
     Before steps of these numbers something `happens`: see `LateBudget`. That a table is moved a
     runner does by itself. By a runner's own steps, or what they read as `defined`: then missed
-    pages are counted.
+    pages are counted. `waits`: see `LateBudget`. By `arrivals` pages "come", which a runner waits
+    for by itself else; `within` steps of these numbers before a layer.
     """
     seen: list[torch.Tensor] = []
 
@@ -180,17 +203,22 @@ def steps_of(
 
     with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
         sequence = decoding(runner, done, steps + 1)
-        definition = LateDefinition(runner, sequence)
+        before = {len(tokens) + step: layer for step, layer in (within or {}).items()}
+        definition = LateDefinition(runner, sequence, waits, before)
         budgets = definition.budgets.values()
         with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
             if defined:
                 patch.setattr(ChosenTables, "read", lambda *given: definition.read(*given))
+            elif before and arrivals is not None:
+                patch.setattr(ChosenTables, "read", _coming(arrivals, sequence, before))
             for step in range(steps):
                 if what := (happens or {}).get(step):
                     if what == "leaves":
                         runner._decoder.forget(sequence.request)
                     elif what == "back":
                         done.kv.bring_back()
+                    elif what == "come" and arrivals is not None:
+                        arrivals.bring_all()
                     for budget in budgets:
                         budget.happens(what)
                 runner._decoder.step([sequence], choose=choose)
@@ -198,44 +226,76 @@ def steps_of(
     return seen, definition.missed
 
 
+def _coming(arrivals: LateArrivals, sequence: Decoding, before: Mapping[int, int]) -> Any:
+    """Reads a layer as ever, behind what comes before it, by the position of the step."""
+    read = ChosenTables.read
+
+    def reads(tables: ChosenTables, layer: int, *given: Any) -> Any:
+        if before.get(sequence.request.length - 1) == layer:
+            arrivals.bring_all()
+        return read(tables, layer, *given)
+
+    return reads
+
+
 class LateArrivals:
     """Pages that are brought late, as late as a stream of a GPU may bring them.
 
-    That is when somebody waits for them, or for later ones.
+    That is when somebody waits for them, or for later ones of the same pool, as one stream brings
+    these; not for later ones where requests are `apart`. With `at_once` they are there all the
+    time, and it is said then: where nobody reads what is not there nothing differs.
     """
 
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], Any]] = []
-        self.made = 0
+    def __init__(self, *, apart: bool = False, at_once: bool = False) -> None:
+        self.apart, self.at_once = apart, at_once
+        self.waiting: list[tuple[int, HostPool, Callable[[], Any]]] = []
+        self.made = self.begun = 0
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
         fetch = HostPool.fetch_late
 
         def later(pool: HostPool, *given: Any) -> Any:
-            number = self.made + len(self.waiting)
-            self.waiting.append(lambda: fetch(pool, *given))
-            return self._arrival(number), {}
+            self.begun += 1
+            *known, then = given
+            if self.at_once:
+                fetch(pool, *known, lambda: None)
+                self.waiting.append((self.begun, pool, then))
+            else:
+                self.waiting.append((self.begun, pool, lambda: fetch(pool, *given)[0].wait()))
+            return self._arrival(self.begun, pool), {}
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(HostPool, "fetch_late", later)
             yield
 
-    def bring(self, count: int) -> None:
-        """Brings the first so many of all, and has the current stream wait for them."""
-        while self.made < count and self.waiting:
-            self.made += 1
-            arrival, _ = self.waiting.pop(0)()
-            arrival.wait()
+    def bring(self, number: int, pool: HostPool) -> None:
+        """Brings what was asked for by a number, and has the current stream wait for it."""
 
-    def _arrival(self, number: int) -> Arrival:
+        def comes(entry: tuple[int, HostPool, Any]) -> bool:
+            earlier = entry[1] is pool and entry[0] <= number
+            return entry[0] == number if self.apart else earlier
+
+        coming = [entry for entry in self.waiting if comes(entry)]
+        self.waiting = [entry for entry in self.waiting if not comes(entry)]
+        for _, _, fetch in coming:
+            self.made += 1
+            with torch.inference_mode():
+                fetch()
+
+    def bring_all(self) -> None:
+        """Brings all that is on its way."""
+        for number, pool, _ in [*self.waiting]:
+            self.bring(number, pool)
+
+    def _arrival(self, number: int, pool: HostPool) -> Arrival:
         late = self
 
         class Late(Arrival):
             def is_there(self) -> bool:
-                return late.made > number
+                return all(entry[0] != number for entry in late.waiting)
 
             def wait(self) -> None:
-                late.bring(number + 1)
+                late.bring(number, pool)
 
         return Late()

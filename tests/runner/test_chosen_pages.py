@@ -75,7 +75,7 @@ class World:
         known = step.rooms, self.array, self.reads.choices
         tables = ChosenTables(self.runner.spec, self.rope, PAGE, *known)
         plans = [torch.from_numpy(plan) for plan in step.plans]
-        tables.begin(torch.from_numpy(spans.reshape(1, -1)), plans, step.widths)
+        tables.begin(torch.from_numpy(spans.reshape(1, -1)), plans, *step.form)
         entries, ends = (torch.as_tensor(table) for table in tables.read(LAYER, q, None))
         reach = self.reads.of(()).chosen[LAYER]
         assert reach is not None

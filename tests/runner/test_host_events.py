@@ -3,6 +3,7 @@
 Requests come, some of which read texts that are cached where these lie; they grow, are mirrored,
 spilled, ranked, read as a whole, brought back, taken back to fewer tokens and cancelled, on a
 device and in host memory that are often full, while transfers break off half-way, once or for good.
+What is ranked late comes over at any time behind that: by itself, or when somebody waits for it.
 HOST_EVENTS (6000) says how many, half of them over exact copies and half over fp8 ones, and
 HOST_EVENTS_SEED which; `make host-events` is a million.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -26,7 +29,9 @@ from kvweave.cache import KvRequest
 from kvweave.runner import Runner
 from kvweave.runner.decode.host_slots import HostSlots
 from kvweave.runner.kv import host_pool
+from kvweave.runner.kv.aside import Arrival
 from kvweave.runner.kv.host_pages import HostPages
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.transfers import TRIES
 from kvweave.runner.kv.whole_layers import WholeLayers
 from ranked_pages import top_k
@@ -47,7 +52,9 @@ WEIGHTS = {
     "begin": 6,
     "mirror": 6,
     "spill": 16,
-    "rank": 40,
+    "rank": 30,
+    "rank late": 20,
+    "arrive": 12,
     "read a layer": 12,
     "bring back": 10,
     "cancel": 3,
@@ -69,6 +76,8 @@ class Life:
         # Tokens that are no guess.
         self.said = request.length
         self.known = np.zeros(0, np.int64)
+        # Whether what it chose late could not be brought.
+        self.lost = False
 
     @property
     def table(self) -> Numbers:
@@ -98,6 +107,17 @@ def in_four_bits(numbers: Numbers) -> Numbers:
     return np.ldexp(np.rint(parts * 16) / 16, exponents)
 
 
+@dataclass(eq=False)
+class LateChoice:
+    """What a life has chosen late: `coming` bool [heads, K] of it is on its way, by `fetch`."""
+
+    life: Life
+    chosen: Numbers
+    read: torch.Tensor
+    coming: Numbers
+    fetch: Callable[[], dict[int, TransferFailed]] = dict
+
+
 class World:
     """A device, its host memory, and requests that nobody computes."""
 
@@ -108,6 +128,7 @@ class World:
             [top_k(READ, 4)],
             host_bytes=1 << (16 if dtype else 18),
             host_dtype=dtype,
+            host_arrivals="late",
             max_tokens=560,
         )
         (self.pool,) = self.runner.host.values()
@@ -118,6 +139,9 @@ class World:
         self.lives: list[Life] = []
         # Of texts that may be cached, the number that stands in their pages, by block.
         self.cached: dict[int, int] = {}
+        # In the order in which one stream brings them.
+        self.coming: list[LateChoice] = []
+        self.late: LateChoice
         self.seen: Counter[str] = Counter()
         self.born = self.breaks = 0
 
@@ -133,12 +157,17 @@ class World:
             # Once, so that it is tried again, or until it is given up.
             self.breaks = self.random.choice([1, TRIES - 1, TRIES, 6 * TRIES])
             outcome = "done"
+        elif what == "arrive":
+            outcome = self.arrive()
         elif not self.lives:
             return
         else:
             life = self.random.choice(self.lives)
             outcome = getattr(self, what.replace(" ", "_"))(life)
         self.seen[f"{what}: {outcome}"] += 1
+        for life in [life for life in self.lives if life.lost]:
+            self.seen["arrive: given up"] += 1
+            self.end(life)
 
     def come(self) -> str:
         taken = {life.row for life in self.lives}
@@ -221,6 +250,45 @@ class World:
     def rank(self, life: Life) -> str:
         """Heads choose pages of their own; what they then read is what was written there."""
         self.slots.follow(life.row, life.host)
+        if life.lost:
+            return "given up"
+        chosen, read = self.choice(life)
+        row, numbers = (
+            torch.tensor(of, dtype=torch.int32) for of in ([life.row], range(len(self.ranks)))
+        )
+        self.slots.room.bring(ops.SeatedHeads(row, numbers), torch.from_numpy(chosen), read)
+        failed = self.slots.failures.pop(life.row, None)
+        if failed is not None:
+            assert isinstance(failed, TransferFailed)
+            self.end(life)
+            return "given up"
+        self.is_read(life, chosen, read, chosen[0] >= 0)
+        return "of the host" if life.host.count else "of the device"
+
+    def rank_late(self, life: Life) -> str:
+        """As `rank`, of a choice of which only what is there is read before the rest has come."""
+        before = life.host.count
+        if not before:
+            return "of the device"
+        life.host.spill(life.full)
+        self.slots.follow(life.row, life.host)
+        if life.lost:
+            return "given up"
+        chosen, read = self.choice(life)
+        self.late = LateChoice(life, chosen, read, chosen[0] >= 0)
+        rows, home = (np.asarray([of], np.int32) for of in (life.row, before))
+        known = rows, home, torch.from_numpy(chosen), read
+        coming, arrival = self.slots.room.bring_late(*known, lambda: None)
+        if self.slots.failures.pop(life.row, None) is not None:
+            self.end(life)
+            return "given up"
+        life.host.expect(arrival)
+        self.late.coming = coming[0].numpy()
+        self.is_read(life, chosen, read, (chosen[0] >= 0) & ~self.late.coming)
+        return "some on their way" if coming.any() else "all there"
+
+    def choice(self, life: Life) -> tuple[Numbers, torch.Tensor]:
+        """Pages that each head chooses, i32 [1, heads, K], and their entries."""
         blocks = life.table[:, 0]
         heads, count = len(self.ranks), min(len(blocks), READ)
         chosen = np.full((1, heads, READ), -1, np.int32)
@@ -228,18 +296,43 @@ class World:
         chosen[0, :, :count] = np.sort(drawn, axis=1)
         entries = np.zeros((1, heads, READ, 5), np.int32)
         entries[0, :, :count, 0] = blocks[chosen[0, :, :count]]
-        read = torch.from_numpy(entries)
-        row, numbers = (torch.tensor(of, dtype=torch.int32) for of in ([life.row], range(heads)))
-        self.slots.room.bring(ops.SeatedHeads(row, numbers), torch.from_numpy(chosen), read)
-        failed = self.slots.failures.pop(life.row, None)
-        if failed is not None:
-            assert isinstance(failed, TransferFailed)
-            self.end(life)
-            return "given up"
-        of = self.ranks[:, None]
-        wanted = life.numbers(chosen[0, :, :count], of)
-        self.holds(self.on_device[entries[0, :, :count, 0] + of], wanted)
-        return "of the host" if life.host.count else "of the device"
+        return chosen, torch.from_numpy(entries)
+
+    def is_read(self, life: Life, chosen: Numbers, read: torch.Tensor, some: Numbers) -> None:
+        """Whether `some` of a choice, bool [heads, K], lie where its entries say."""
+        of = np.broadcast_to(self.ranks[:, None], some.shape)
+        wanted = life.numbers(chosen[0], of)
+        self.holds(self.on_device[(read.numpy()[0, :, :, 0] + of)[some]], wanted[some])
+
+    def arrive(self) -> str:
+        """Some of what was chosen late comes over, in its order."""
+        if not self.coming:
+            return "nothing"
+        self.come_over(self.random.choice(self.coming))
+        return "done"
+
+    def come_over(self, last: LateChoice) -> None:
+        """What is on its way comes over, up to one that somebody waits for."""
+        while last in self.coming:
+            late = self.coming.pop(0)
+            late.life.lost |= bool(late.fetch())
+            if not late.life.lost:
+                self.is_read(late.life, late.chosen, late.read, late.coming)
+
+    def begin_late(self, fetch: Callable[[], dict[int, TransferFailed]]) -> Arrival:
+        """Has the choice under way come over at some time."""
+        world, late = self, self.late
+        late.fetch = fetch
+        self.coming.append(late)
+
+        class Late(Arrival):
+            def is_there(self) -> bool:
+                return late not in world.coming
+
+            def wait(self) -> None:
+                world.come_over(late)
+
+        return Late()
 
     def read_a_layer(self, life: Life) -> str:
         """All pages of a layer's heads are laid side by side, from wherever they are."""
@@ -342,6 +435,12 @@ def breaking(world: World) -> Any:
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     made = World(SEED, request.param)
     monkeypatch.setattr(host_pool, "carry_pages", breaking(made))
+    fetch = HostPool.fetch_late
+
+    def late(pool: HostPool, *given: Any) -> tuple[Arrival, dict[int, TransferFailed]]:
+        return made.begin_late(lambda: fetch(pool, *given)[1]), {}
+
+    monkeypatch.setattr(HostPool, "fetch_late", late)
     return made
 
 
@@ -372,6 +471,8 @@ def test_every_page_has_one_copy_whatever_happens(world: World) -> None:
     for what in ("read a layer: some in the host", "read a layer: given up"):
         assert world.seen[what], what
     for what in ("rank: given up", "bring back: done", "bring back: given up"):
+        assert world.seen[what], what
+    for what in ("rank late: some on their way", "arrive: done", "arrive: given up"):
         assert world.seen[what], what
     assert world.pool.stats()["retried"]
     assert world.pool.stats()["failed"]

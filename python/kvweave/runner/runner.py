@@ -31,7 +31,7 @@ from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
 from kvweave.runner.kv.beside_drafts import check_drafting, check_speculate
-from kvweave.runner.kv.beside_host import check_host
+from kvweave.runner.kv.beside_host import arrivals_of, check_host
 from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.heads import HeadReads
@@ -69,9 +69,9 @@ class Runner(KnowledgeBase, Retention, HandOff):
     pool `packed` (docs/packed-kv.md). `host_bytes`: of the host's memory for pages that top_k heads
     of `heads` seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there
     what frees room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a
-    byte a number; `host_arrivals`: "exact" has a step wait for what it chose, "late" has later ones
-    read it. `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by
-    all, so that answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder:
+    byte a number; `host_arrivals`: "late" has no step wait for pages that it chose, "exact" each
+    one (None: late, but exact beside `speculate`). `speculate`: tokens that a round drafts by the
+    pages of top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder:
     documents are written there and read; `document_bytes`: host memory for documents whose blocks
     leave the device; `remote`: a store on another machine behind these (docs/tiers.md).
     `zero_on_free`: what blocks held that went back is overwritten (docs/SECURITY.md). `mode` is
@@ -107,7 +107,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         host_bytes: int | None = None,
         host_copies: str = "spill",
         host_dtype: str | None = None,
-        host_arrivals: str = "exact",
+        host_arrivals: str | None = None,
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         remote: RemoteStore | None = None,
@@ -127,8 +127,8 @@ class Runner(KnowledgeBase, Retention, HandOff):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         check_settings(page_tokens, chunk_tokens, mode, heads)
-        over = (host_bytes, host_copies, host_dtype, host_arrivals)
-        check_host(*over, kv_dtype)
+        check_host(host_bytes, host_copies, host_dtype, host_arrivals, kv_dtype)
+        over = (host_bytes, host_copies, host_dtype, arrivals_of(host_arrivals, speculate))
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = of_weights(check_profile(profile, canary, self.spec, heads), model)

@@ -448,7 +448,7 @@ fn what_cannot_be_right_is_refused_by_name() {
     refused(BlockLedger::new(4, 4, 1 << 40, &[]), "chunk_tokens: ");
     let none = LedgerGroup { block_pages: 0, window: None };
     refused(BlockLedger::new(4, 4, 16, &[none]), "block_pages: ");
-    assert!(BlockLedger::new(4, 4, 16, &[]).unwrap().fits(17).is_err());
+    assert!(BlockLedger::new(4, 4, 16, &[]).unwrap().fits(RequestId(1), 17).is_err());
 }
 
 /// The engine's memory may fall short of what was promised: then, and only then, somebody yields.

@@ -17,6 +17,7 @@ mod packed;
 mod plan;
 mod reach;
 mod request;
+mod request_numbers;
 mod rope;
 mod rows;
 mod scalars;

@@ -3,19 +3,17 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvweave_core::scheduler::{
-    self as core, Arrival, PrefillOrder, Refusal, RequestId, RequestState, Room as _,
-    SchedulerConfig,
+    self as core, Arrival, PrefillOrder, Refusal, RequestState, Room as _, SchedulerConfig,
 };
 use kvweave_core::{CacheRoom, Error};
 use numpy::{PyArray1, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::types::PyDict;
 
 use crate::arguments::{count, raised};
 use crate::cache::KvCache;
-use crate::dlpack::{Borrowed, borrow};
-use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
+use crate::request_numbers::{Requests, request_id};
 use crate::scalars::{Number, Text};
 
 /// Plans steps for the requests of one cache. Use it from any thread.
@@ -39,47 +37,36 @@ impl Scheduler {
     }
 }
 
-/// The number of a request.
-fn request_id(number: impl Into<i64>) -> Result<RequestId, Failure> {
-    Ok(RequestId(count("request", number)? as u64))
-}
-
 fn nanos(what: &str, number: Number) -> Result<u64, Failure> {
     Ok(count(what, number)? as u64)
 }
 
-/// The numbers of requests: int64 [N], or a list or tuple of ints.
-enum Requests<'py> {
-    Array(Borrowed<'py>),
-    List(Vec<Number>),
+/// A request comes and waits, where the empty room could hold it and what it reserves.
+fn arrived(
+    scheduler: &mut core::Scheduler<CacheRoom>,
+    now: u64,
+    arrival: &Arrival<'_>,
+    reserve: usize,
+) -> Result<(), Failure> {
+    if reserve > 0 {
+        let fits = scheduler.room().fits(arrival.request, arrival.tokens.saturating_add(reserve));
+        fits.map_err(|short| short.as_error("prompt and answer"))?;
+    }
+    Ok(scheduler.arrive(now, arrival)?)
 }
 
-impl<'py> Requests<'py> {
-    fn of(what: &str, object: &Bound<'py, PyAny>) -> PyResult<Self> {
-        if object.is_instance_of::<PyList>() || object.is_instance_of::<PyTuple>() {
-            return Ok(Self::List(object.extract()?));
-        }
-        Ok(Self::Array(borrow(what, object)?))
-    }
+/// A head group, the cache that counts its blocks in the host's memory, its slots and newest blocks.
+type Home<N> = (N, kvweave_core::KvCache, N, N);
 
-    fn ids(&self, what: &str) -> Result<Vec<RequestId>, Failure> {
-        match self {
-            Self::List(list) => list.iter().map(|&number| request_id(number)).collect(),
-            Self::Array(array) => {
-                array.tensor.expect_dtype(what, DType::I64)?;
-                array.tensor.expect_shape(what, &[("N", None)])?;
-                array.tensor.expect_contiguous(what)?;
-                // SAFETY: the owner is held by self; writers are excluded as `arguments` says.
-                let numbers: &[i64] = unsafe { array.tensor.slice(what) }?;
-                numbers.iter().map(|&number| request_id(number)).collect()
-            }
-        }
-    }
+/// The same as Python gives it.
+type GivenHome<'py> = (Number, Bound<'py, KvCache>, Number, Number);
 
-    fn maybe(what: &str, object: Option<&Bound<'py, PyAny>>) -> PyResult<Vec<RequestId>> {
-        let Some(object) = object else { return Ok(Vec::new()) };
-        raised(object.py(), Self::of(what, object)?.ids(what))
-    }
+fn homes_of(homes: Vec<Home<Number>>) -> Result<Vec<Home<usize>>, Failure> {
+    let counted = |(group, cache, slots, newest)| {
+        let counts = (count("group", group)?, count("slots", slots)?, count("newest", newest)?);
+        Ok((counts.0, cache, counts.1, counts.2))
+    };
+    homes.into_iter().map(counted).collect()
 }
 
 #[pymethods]
@@ -90,7 +77,8 @@ impl Scheduler {
         max_running=Number::from(256), partial_prefills=Number::from(4), lead_share=0.5,
         ageing_ns=Number::from(10_000_000_000_i64), patience_ns=Number::from(2_000_000_000_i64),
         headroom=Number::from(1), quantum=Number::from(65_536), kind_patience=Number::from(8),
-        order=Text("arrival"), doubling_ns=Number::from(10_000_000_000_i64), span_tokens=None
+        order=Text("arrival"), doubling_ns=Number::from(10_000_000_000_i64), span_tokens=None,
+        homes=None, part_tokens=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn new(
@@ -109,8 +97,15 @@ impl Scheduler {
         order: Text<'_>,
         doubling_ns: Number,
         span_tokens: Option<Number>,
+        homes: Option<Vec<GivenHome<'_>>>,
+        part_tokens: Option<Number>,
     ) -> PyResult<Self> {
         let cache = cache.get().core().clone();
+        let homes: Vec<_> = homes
+            .into_iter()
+            .flatten()
+            .map(|(group, home, slots, newest)| (group, home.get().core().clone(), slots, newest))
+            .collect();
         call_core(py, || {
             let order = match order.0 {
                 "arrival" => PrefillOrder::Arrival,
@@ -140,7 +135,11 @@ impl Scheduler {
                 order,
             };
             let span = span_tokens.map(|number| count("span_tokens", number)).transpose()?;
-            let room = CacheRoom::new(&cache, span.unwrap_or(config.chunk_tokens))?;
+            let span = span.unwrap_or(config.chunk_tokens);
+            let part = part_tokens.map(|number| count("part_tokens", number)).transpose()?;
+            let room = CacheRoom::new(&cache, span)?;
+            let homes = homes_of(homes)?;
+            let room = room.with_homes(&homes, part.unwrap_or(span))?;
             let scheduler = core::Scheduler::new(config, room)?;
             Ok(Self { scheduler: Mutex::new(scheduler) })
         })
@@ -150,7 +149,7 @@ impl Scheduler {
     #[pyo3(signature = (
         request, tokens, now, *, cached=Number::from(0), shared_pages=Number::from(0),
         reserve=Number::from(0), priority=Number::from(0), namespace=Text(""),
-        kind=Number::from(0), whole=false
+        kind=Number::from(0), whole=false, leaves=false
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword argument in Python")]
     fn arrive(
@@ -166,6 +165,7 @@ impl Scheduler {
         namespace: Text<'_>,
         kind: Number,
         whole: bool,
+        leaves: bool,
     ) -> PyResult<()> {
         self.with(py, |scheduler| {
             let request = request_id(request)?;
@@ -183,22 +183,26 @@ impl Scheduler {
             };
             let shared = count("shared_pages", shared_pages)?;
             let reserve = count("reserve", reserve)?;
-            let reserved = arrival.tokens.saturating_add(reserve);
-            if reserve > 0 {
-                let fits = scheduler.room().fits(reserved);
-                fits.map_err(|short| short.as_error("prompt and answer"))?;
+            let (now, comes) = (nanos("now", now)?, scheduler.state(request).is_none());
+            if comes {
+                scheduler.room_mut().ledger_mut().may_leave(request, leaves);
             }
-            scheduler.arrive(nanos("now", now)?, &arrival)?;
+            if let Err(error) = arrived(scheduler, now, &arrival, reserve) {
+                if comes {
+                    scheduler.room_mut().release(request);
+                }
+                return Err(error);
+            }
             let ledger = scheduler.room_mut().ledger_mut();
             ledger.expect(request, arrival.cached, shared);
-            ledger.reserve(request, reserved);
+            ledger.reserve(request, arrival.tokens.saturating_add(reserve));
             Ok::<_, Failure>(())
         })
     }
 
     /// Says of a waiting request what a look-up has found since.
     #[pyo3(signature = (
-        request, *, cached, shared_pages=Number::from(0), reserved=Number::from(0)
+        request, *, cached, shared_pages=Number::from(0), reserved=Number::from(0), leaves=false
     ))]
     fn expect(
         &self,
@@ -207,6 +211,7 @@ impl Scheduler {
         cached: Number,
         shared_pages: Number,
         reserved: Number,
+        leaves: bool,
     ) -> PyResult<bool> {
         self.with(py, |scheduler| {
             let request = request_id(request)?;
@@ -217,8 +222,40 @@ impl Scheduler {
                 let ledger = scheduler.room_mut().ledger_mut();
                 ledger.expect(request, cached, shared);
                 ledger.reserve(request, reserved);
+                ledger.may_leave(request, leaves);
             }
             Ok::<_, Failure>(waits)
+        })
+    }
+
+    /// Whether a request was admitted by its working set.
+    fn in_parts(&self, py: Python<'_>, request: Number) -> PyResult<bool> {
+        self.with(py, |scheduler| {
+            Ok::<_, Failure>(scheduler.room().ledger().is_in_parts(request_id(request)?))
+        })
+    }
+
+    /// Says what a request that was admitted by its working set holds by now; all, without homes.
+    #[pyo3(signature = (request, *, pages=Number::from(0), homes=None))]
+    fn holds(
+        &self,
+        py: Python<'_>,
+        request: Number,
+        pages: Number,
+        homes: Option<Vec<Number>>,
+    ) -> PyResult<()> {
+        self.with(py, |scheduler| {
+            let (request, pages) = (request_id(request)?, count("pages", pages)?);
+            let blocks = |homes: Vec<Number>| -> Result<Vec<usize>, Failure> {
+                homes.into_iter().map(|blocks| count("homes", blocks)).collect()
+            };
+            let homes = homes.map(blocks).transpose()?;
+            let ledger = scheduler.room_mut().ledger_mut();
+            match homes {
+                Some(homes) => ledger.tell_held(request, pages, &homes),
+                None => ledger.tell_filled(request),
+            }
+            Ok::<_, Failure>(())
         })
     }
 
@@ -370,8 +407,9 @@ impl StepPlan {
     fn refused(&self) -> Vec<(u64, String)> {
         let why = |why: Refusal| match why {
             Refusal::Outgrown(short) => {
-                let core::Shortage { needed, free } = short;
-                format!("request: expected at most {free} pages, got {needed}")
+                let core::Shortage { needed, free, at_home } = short;
+                let what = if at_home { "blocks of the host's memory" } else { "pages" };
+                format!("request: expected at most {free} {what}, got {needed}")
             }
             _ => "request: refused".into(),
         };

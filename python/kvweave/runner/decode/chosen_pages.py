@@ -142,6 +142,8 @@ class _Budget:
         self.room: ChosenRoom
         self._of_late: LateRoom | None = None
         self._kept: _KeptPlan | None = None
+        # Whether anything that the step under way reads is on its way.
+        self.joins = False
         self._ranked = torch.zeros(0, 5, dtype=torch.int32, device=pages.device)
 
     def entries(self, rows: int) -> int:
@@ -215,13 +217,13 @@ class _Budget:
         begin, count = spans[:, 0], spans[:, 1] - spans[:, 0]
         self.known[step.moved] = False
         if self._kept is not None and self._kept.holds(step, begin, count, self.known):
+            self.joins = False
             return self._kept.grown(count, nobody), 0
         self._follow(rows, spans)
-        if self.late is not None:
-            self.late.join(step)
+        age = step.positions - self.ranked[rows]
+        self.joins = self.late is not None and self.late.join(step, age >= self.budget.every)
         many = count > self.budget.pages
         kept = many & (self.ranked[rows] >= 0) & self.known[begin]
-        age = step.positions - self.ranked[rows]
         kept &= (age >= 0) & (age <= self.budget.every)
         since = count - self.listed[rows]
         kept &= (since >= 0) & (since <= self.since)
@@ -483,4 +485,5 @@ class ChosenPages:
         if rooms != self.rooms:
             self.rooms = rooms
         plans, widths = zip(*made, strict=True)
-        return ChosenStep(self.rooms, plans, widths)
+        joins = tuple(group.joins and not group.budget.estimate for group in self.groups)
+        return ChosenStep(self.rooms, plans, widths, joins)

@@ -69,12 +69,20 @@ class ChosenStep:
     DUE_BEGIN to DUE_END, and what it chooses goes to list DUE; the step brings that into the slots
     of row BROUGHT, which is nobody's where it does not. One that reads a choice had the entries
     from LEFT_BEGIN to LEFT_END when it was made: those not read are left out. `widths`: the most
-    entries that any of them may have, 0 where nobody is ranked.
+    entries that any of them may have, 0 where nobody is ranked. `joins`: whether pages that were
+    chosen are on their way, which are read where they have come over; never those of a budget that
+    estimates what it does not read.
     """
 
     rooms: tuple[ChosenRoom, ...]
     plans: tuple[Int32, ...]
     widths: tuple[int, ...]
+    joins: tuple[bool, ...]
+
+    @property
+    def form(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """What of it a captured step goes by beside numbers."""
+        return self.widths, self.joins
 
     def once_more(self, entries: int) -> ChosenStep:
         """The same tables again, of so many entries: what was chosen is read, and nobody ranked."""
@@ -87,4 +95,4 @@ class ChosenStep:
                 idle[:, part] = plan[:, part]
             # Who was not ranked has what he reads from the first time.
             plans.append(idle)
-        return ChosenStep(self.rooms, tuple(plans), (0,) * len(self.widths))
+        return ChosenStep(self.rooms, tuple(plans), (0,) * len(plans), (False,) * len(plans))

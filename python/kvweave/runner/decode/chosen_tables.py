@@ -28,6 +28,7 @@ from kvweave.runner.decode.chosen_step import (
     NEWEST,
     ChosenRoom,
 )
+from kvweave.runner.decode.late_pages import LateRoom
 from kvweave.runner.decode.reads import HeadChoice
 from kvweave.runner.model.model_spec import ModelSpec
 
@@ -62,8 +63,10 @@ class ChosenTables:
 
     `entries` i32 [N, 5]: those of all tables. `offsets` i32 [B · tables + 1]: of a request first
     those of its own tables, then two for each head that chooses, budget by budget in the order of
-    ranks: where its table begins and where it ends. `left` i32 [3 · B + 1] of each budget: of a
-    request its entries at the ranking, then none, then what nobody reads.
+    ranks: where its table begins and where it ends. `late`, of the same form: where pages begin
+    that are on their way, and how far they have come over; None where none are to be joined. `left`
+    i32 [3 · B + 1] of each budget: of a request its entries at the ranking, then none, then what
+    nobody reads.
     """
 
     def __init__(
@@ -82,23 +85,30 @@ class ChosenTables:
         self.entries = entries
         self.choices = choices
         self.offsets: torch.Tensor
+        self.late: torch.Tensor | None = None
+        self._joins: list[tuple[LateRoom, torch.Tensor, slice]] = []
         self.rankings: list[_Ranking | None] = []
         self.left: list[torch.Tensor] = []
 
     def begin(
-        self, spans: torch.Tensor, plans: Sequence[torch.Tensor], widths: Sequence[int]
+        self,
+        spans: torch.Tensor,
+        plans: Sequence[torch.Tensor],
+        widths: Sequence[int],
+        joins: Sequence[bool],
     ) -> None:
         """Brings what was chosen before up to date.
 
-        spans i32 [B, 2 · T] of the requests' own tables, plans and widths as `ChosenStep` has them.
+        spans i32 [B, 2 · T] of the requests' own tables; the others as `ChosenStep` has them.
         """
         columns = spans.shape[1] + 2 * sum(room.budget.heads for room in self.rooms)
         self.offsets = spans.new_zeros(len(spans) * columns + 1)
         table = self.offsets[:-1].view(len(spans), columns)
         at = spans.shape[1]
         table[:, :at] = spans
-        self.rankings, self.left = [], []
-        for room, plan, width in zip(self.rooms, plans, widths, strict=True):
+        self.rankings, self.left, self._joins = [], [], []
+        self.late = torch.zeros_like(self.offsets) if any(joins) else None
+        for room, plan, width, join in zip(self.rooms, plans, widths, joins, strict=True):
             heads = room.budget.heads
             self._go_on(room, plan)
             ends = table[:, at : at + 2 * heads].view(-1, heads, 2)
@@ -106,12 +116,17 @@ class ChosenTables:
             begin = plan[:, FIRST, None] + plan[:, APART, None] * numbers
             ends[:, :, 0] = begin
             ends[:, :, 1] = begin + plan[:, LENGTH, None]
-            at += 2 * heads
+            some, at = slice(at, at + 2 * heads), at + 2 * heads
             ranking = _Ranking.of(room, plan, width) if width else None
             self.rankings.append(ranking)
             if room.late is not None:
                 if ranking is not None:
                     room.late.begin(ranking.lists)
+                if join and self.late is not None:
+                    lists = plan[:, KEPT].long()
+                    both = self.late[:-1].view(len(spans), columns)[:, some].view(-1, heads, 2)
+                    both[:] = begin[:, :, None]
+                    self._joins.append((room.late, lists, some))
                 ends[:, :, 0] += room.late.coming.index_select(0, plan[:, KEPT].long())
             left = plan[:, LEFT_BEGIN : LEFT_END + 1]
             left = torch.cat((left, left[:, 1:]), 1).reshape(-1)
@@ -135,6 +150,20 @@ class ChosenTables:
             if ranking is not None:
                 self._rank(layer, q, choice, ranking, workspace)
         return self.entries, self.offsets
+
+    def arrived(self) -> tuple[Table, Table] | None:
+        """The entries and offsets of pages that were on their way and have come over by now.
+
+        None where nobody waits for any. Rows read these beside what `read` says.
+        """
+        if self.late is None:
+            return None
+        rows = len(self._joins[0][1])
+        table = self.late[:-1].view(rows, -1)
+        for room, lists, some in self._joins:
+            both = table[:, some].view(rows, -1, 2)
+            torch.add(both[:, :, 0], room.there(lists), out=both[:, :, 1])
+        return self.entries, self.late
 
     def estimated(
         self,

@@ -45,7 +45,7 @@ class StepSize:
     """The patch of steps of one size at one address, and the graph that reads it.
 
     `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows,
-    and `chosen` the tables of heads that choose pages, ranked or not as `widths` say. `width`: rows
+    and `chosen` the tables of heads that choose pages, by a step's `form`. `width`: rows
     of each request, 1 but in a verification. `packed`: where entries of packed pages lie, of a step
     that reads any.
     """
@@ -58,13 +58,13 @@ class StepSize:
         rows: int,
         moves: int,
         chosen: ChosenTables | None = None,
-        widths: tuple[int, ...] = (),
+        form: tuple[Any, ...] = (),
         width: int = 1,
         packed: PackedRoom | None = None,
     ) -> None:
         self.entries, self.reach, self.positions = entries, reach, positions
         self.rows, self.moves, self.width = rows, moves, width
-        self.chosen, self.widths = chosen, widths
+        self.chosen, self.form = chosen, form
         self.packed = packed
         self.idle = [room.nobody(len(entries)) for room in chosen.rooms] if chosen else []
         device, tables = entries.device, reach.tables
@@ -133,7 +133,7 @@ class StepSize:
         self.entries.index_copy_(0, self.places, self.moved)
         if self.chosen is not None:
             spans = self.splits[:-1].view(self.rows, -1)
-            self.chosen.begin(spans, self.plans, self.widths)
+            self.chosen.begin(spans, self.plans, *self.form)
         return DecodeTables(
             ids=self.ids,
             positions=self.positions_of,
@@ -244,14 +244,14 @@ class StepGraphs:
     ) -> StepSize:
         """The size that serves a batch; made anew where what a graph knows has moved.
 
-        Steps in which requests are ranked have graphs of their own.
+        Steps in which requests are ranked, or pages are on their way, have graphs of their own.
         """
         rows = rows_for(len(slots.batch))
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
-        widths = chosen.widths if chosen is not None else ()
+        form = chosen.form if chosen is not None else ()
         is_packed = packed is not None
-        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, is_packed, widths)
+        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, is_packed, form)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
         positions, reach = self.rotary.fixed(slots.longest), slots.reach
@@ -270,7 +270,7 @@ class StepGraphs:
                 del self._sizes[next(iter(self._sizes))]
             tables = slots.chosen_tables(chosen) if chosen is not None else None
             known = slots.entries, reach, positions, rows, moves
-            size = self._sizes[key] = StepSize(*known, tables, widths, width, packed)
+            size = self._sizes[key] = StepSize(*known, tables, form, width, packed)
             size.queries = query_room(self.spec, rows) if watched else None
         return size
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave import ops
@@ -69,13 +70,19 @@ class HostRoom(SlotRoom):
             mine[:rows] = its[:rows]
 
     def bring_late(
-        self, rows: Int32, before: Int32, chosen: torch.Tensor, entries: torch.Tensor
+        self,
+        rows: Int32,
+        before: Int32,
+        chosen: torch.Tensor,
+        entries: torch.Tensor,
+        then: Callable[[], object],
     ) -> tuple[torch.Tensor, Arrival]:
         """As `bring`, of all heads of requests; what lay at home before comes over beside steps.
 
         before i32 [B]: how many of each request's first pages did when they were chosen. Those that
-        have gone there since are in their slots when the current stream has passed. Returns which
-        entries are still on their way, bool [B, heads, K], and when they will have come over.
+        have gone there since are in their slots when the current stream has passed. `then` is done
+        behind the others, by whoever brings them. Returns which entries are still on their way,
+        bool [B, heads, K], and when they will have come over.
         """
         heads, device = self.pool.budget.heads, self.held.device
         at_rows, known = send(device, rows, before)
@@ -88,7 +95,8 @@ class HostRoom(SlotRoom):
         self.held.index_copy_(0, index, held)
         here, there = self._sides(slots, home, (0, heads))
         failed = self.pool.fetch(gone.moves, gone.count, here, there, heads)
-        arrival, others = self.pool.fetch_late(coming.moves, coming.count, here, there, heads)
+        brought = coming.moves, coming.count, here, there, heads
+        arrival, others = self.pool.fetch_late(*brought, then)
         for number, error in {**failed, **others}.items():
             self.failures[int(rows[number])] = error
         at = gone.places.view(chosen.shape)
@@ -198,6 +206,13 @@ class HostSlots:
         """Takes note that pages of some of a step's requests are on their way into slots."""
         for _, host in self._of(step, some):
             host.expect(arrival)
+
+    def arrived(self, step: ListedStep, of: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Of those of a step's requests that wait for pages, bool [B], whose have come over."""
+        there = np.zeros_like(of)
+        for number, host in self._of(step, np.flatnonzero(of)):
+            there[number] = host.has_arrived()
+        return there
 
     def settle(self, step: ListedStep, some: Int64) -> None:
         """Has nothing more be done before what some have chosen lies in slots."""

@@ -1,20 +1,23 @@
 """Rankings that take effect late: no step waits for pages that are on their way from the host.
 
-Of a request whose first pages lie in host memory, a ranking takes three steps:
+Of a request whose first pages lie in host memory, a ranking takes effect step by step:
 
 1. The step that ranks reads what was chosen before, and pages begun since.
-2. The next one reads of the new choice what lay on the device when it was made: in one of the
-   head's slots, or in a block of the request's own. The others are brought beside it.
-3. Every step from the one behind that on reads all of the new choice. It waits for what has not
-   come over by then.
+2. The next ones read of the new choice what lay on the device when it was made: in one of the
+   head's slots, or in a block of the request's own. The others are brought beside them. Where these
+   have come over by the time that a layer is computed, its attention to them joins by its
+   log-sum-exp (`merge_states`).
+3. Every step that begins when all have come over reads all of the new choice at once.
 
-In 2 and 3 pages begun since the ranking are read besides. Pages that are brought take slots behind
-step 1, which read them: each in ascending order the first that holds none of the new choice. So a
-page that was chosen lately lies in its slot until another takes that.
+In 2 and 3 pages begun since the ranking are read besides. Nobody waits, but for a ranking that
+falls due while pages of the one before it are still on their way: these take a whole period then.
+Pages that are brought take slots behind step 1, which read them: each in ascending order the first
+that holds none of the new choice. So a page that was chosen lately lies in its slot until another
+takes that.
 
 A request has two lists of entries for each head. The ranking writes one while the other is read.
-Behind its step the latter becomes what step 2 reads: what is on its way lies first in it, and the
-list begins behind that.
+Behind its step the latter becomes what is read in 2: what is on its way lies first in it, and the
+list of what is there begins behind that.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave.runner.decode.host_slots import HostSlots
@@ -32,9 +36,8 @@ from kvweave.runner.kv.tables import Int32, send_index
 SIDES = 2
 """Lists of a request for each head."""
 
-_STEADY, _RANKED, _PARTLY, _READ = range(4)
-"""Of a row: nothing is late; the step under way ranks; the next step reads what is there, or this
-one does and the next all."""
+_STEADY, _RANKED, _PARTLY = range(3)
+"""Of a row: nothing is late; the step under way ranks; steps read what is there of its choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,24 +45,35 @@ class LateRoom:
     """What lies on the device for so many lists, the last of which is nobody's.
 
     `numbers` i32 [lists, heads, K]: the pages that were chosen for a list, by their place in the
-    request's table. `coming` i32 [lists, heads]: how many of a list's first entries are not read.
+    request's table. `coming` i32 [lists, heads]: how many of a list's first entries are on their
+    way. `arrived` i32 [lists]: 1 once they have come over, as the stream that brings them says.
     """
 
     numbers: torch.Tensor
     coming: torch.Tensor
+    arrived: torch.Tensor
 
     @staticmethod
     def made(chosen: torch.Tensor, pages: int, before: LateRoom | None, kept: int) -> LateRoom:
         """Room beside lists [lists, heads, W, 5] of so many pages, and the first `kept` of it."""
         lists, heads = chosen.shape[:2]
-        numbers, coming = chosen.new_zeros(lists, heads, pages), chosen.new_zeros(lists, heads)
+        sizes = (lists, heads, pages), (lists, heads), (lists,)
+        parts = [chosen.new_zeros(size) for size in sizes]
         if before is not None:
-            numbers[:kept], coming[:kept] = before.numbers[:kept], before.coming[:kept]
-        return LateRoom(numbers, coming)
+            for part, old in zip(
+                parts, (before.numbers, before.coming, before.arrived), strict=True
+            ):
+                part[:kept] = old[:kept]
+        return LateRoom(*parts)
 
     def begin(self, lists: torch.Tensor) -> None:
         """Has lists i64 [B] that are chosen anew be read from their beginning."""
         self.coming.index_fill_(0, lists, 0)
+
+    def there(self, lists: torch.Tensor) -> torch.Tensor:
+        """Of lists i64 [B] how many of the entries on their way have come over: i32 [B, heads]."""
+        arrived = self.arrived.index_select(0, lists)
+        return self.coming.index_select(0, lists) * arrived[:, None]
 
     def note(self, ranks: tuple[int, int], lists: torch.Tensor, chosen: torch.Tensor) -> None:
         """Keeps the pages i32 [B, heads, K] that some heads have chosen for lists i64 [B]."""
@@ -96,16 +110,20 @@ class LatePages:
         """Whether the next step of rows reads what this one does."""
         return not self._at[rows].any()
 
-    def join(self, step: ListedStep) -> None:
-        """Goes on to what a step reads: what has come over since the one before it is there."""
-        at = self._at[step.rows]
-        if not at.any():
-            return
-        done = np.flatnonzero(at == _READ)
-        self.slots.settle(step, done)
-        self.side[step.rows[done]] ^= 1
-        self._at[step.rows[done]] = _STEADY
-        self._at[step.rows[at == _PARTLY]] = _READ
+    def join(self, step: ListedStep, overdue: npt.NDArray[np.bool_]) -> bool:
+        """Goes on to what a step reads; whether any of it is still on its way.
+
+        All of a choice that has come over by now. Those that are `overdue` [B], whose next ranking
+        is due, wait for theirs.
+        """
+        late = self._at[step.rows] == _PARTLY
+        if not late.any():
+            return False
+        self.slots.settle(step, np.flatnonzero(late & overdue))
+        there = late & self.slots.arrived(step, late)
+        self.side[step.rows[there]] ^= 1
+        self._at[step.rows[there]] = _STEADY
+        return bool((late & ~there).any())
 
     def begin(self, step: ListedStep, some: Int64, count: Int64) -> None:
         """Takes note of those whose ranking in a step is late, of so many entries each [n]."""
@@ -137,7 +155,12 @@ class LatePages:
         numbers = room.numbers.index_select(0, written)
         pages = numbers.shape[2]
         entries = chosen[:, :, :pages].index_select(0, written)
-        coming, arrival = self.slots.room.bring_late(rows, before, numbers, entries)
+        room.arrived.index_fill_(0, read, 0)
+        coming, arrival = self.slots.room.bring_late(
+            rows, before, numbers, entries, lambda: room.arrived.index_fill_(0, read, 1)
+        )
+        if (late := self.slots.pool.late) is not None:
+            late.reads(room.arrived, read)
         self.slots.expect(step, some, arrival)
         first = coming.to(torch.int8).argsort(dim=2, descending=True, stable=True)
         there = entries.gather(2, first[..., None].expand_as(entries))

@@ -166,7 +166,7 @@ class _RoundReads:
         said = self.step if row == 0 else self.again
         if row == 0 or (row == 1 and said is not self.step):
             plans = map(torch.as_tensor, send(self.device, *said.plans))
-            self.chosen.begin(self.spans, list(plans), said.widths)
+            self.chosen.begin(self.spans, list(plans), *said.form)
         at, to = grid.column(row)
         positions, places = send(self.device, at, to)
         known = positions, places, self.entries, self.offsets, turns_of(self.rotary, at)

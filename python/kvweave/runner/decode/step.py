@@ -14,6 +14,7 @@ from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.packed_reads import PackedStep
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.slots import DecodeSlots, Step
+from kvweave.runner.kv.states import merged_states
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.whole_layers import WholeLayers
 from kvweave.runner.model.layer import RowGrid, finish, project
@@ -62,7 +63,7 @@ class DecodeTables:
             spans = made.spans.reshape(len(step.tokens), -1)
             table, *plans = map(torch.as_tensor, send(device, spans, *step.chosen.plans))
             chosen = slots.chosen_tables(step.chosen)
-            chosen.begin(table, plans, step.chosen.widths)
+            chosen.begin(table, plans, *step.chosen.form)
         packed = None
         if slots.packed is not None and slots.packed.are_read(made.positions):
             packed = slots.packed.step(positions, made.positions)
@@ -132,6 +133,12 @@ def forward(
             if tables.chosen is not None:
                 seen = ops.ReadEntries(entries, offsets, read)
                 states = tables.chosen.estimated(index, q, states, seen, workspace)
+                if read is not None and (late := tables.chosen.arrived()) is not None:
+                    listed, ends = late
+                    more = ops.attend_decode(
+                        q, tables.positions, listed, kv, entry_offsets=ends, workspace=workspace
+                    )
+                    states = merged_states(states, more)
         else:
             states = ops.attend_prefill(*called, row_offsets=rows, **known)
         if tables.packed is not None:

@@ -29,10 +29,11 @@ from kvweave.runner.engine.metrics import (
 )
 from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.engine.submissions import Submissions
+from kvweave.runner.prefill.parted_job import part_tokens
 from kvweave.runner.prefill.prefilled import Prefill, live_prefill
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.tiers.expected import releasing_on_error
-from kvweave.scheduler import Scheduler, StepPlan
+from kvweave.scheduler import StepPlan
 
 _NO_LIMIT = 2**31 - 1
 _MOST_RUNNING = 2**20
@@ -80,16 +81,18 @@ class Engine(Submissions):
         own = None if chunk_tokens is None else whole("chunk_tokens", chunk_tokens, 1)
         # Whoever made the runner may have wanted shorter ones.
         chunk = min((c for c in (own, self._prefiller.chunk_tokens) if c), default=0)
-        self._prompts = PromptWork(answering, chunk, alone=alone)
-        self._scheduler = Scheduler(
-            self._prefiller.cache,
+        part = part_tokens(self._prefiller, chunk)
+        self._prompts = PromptWork(answering, chunk, part, alone=alone)
+        self._room = EngineRoom(
+            self._prefiller,
+            part,
             token_budget=_NO_LIMIT if token_budget is None else token_budget,
             chunk_tokens=_NO_LIMIT if own is None else own,
             max_running=_MOST_RUNNING if max_running is None else max_running,
             order=order,
             span_tokens=chunk or _NO_LIMIT,
         )
-        self._room = EngineRoom(self._scheduler, self._prefiller)
+        self._scheduler = self._room.scheduler
         self._groups = DecodeGroups()
         # Tables that do not change are made here, and not by a thread that submits.
         self._prefiller.rotary.regime(1)
@@ -249,6 +252,7 @@ class Engine(Submissions):
     def _plan(self) -> StepPlan:
         answered, finished = self._answered, self._finished
         self._answered, self._finished = [], []
+        self._room.tell_held()
         return self._scheduler.plan(self._clock(), answered=answered, finished=finished)
 
     def _tell_ends(self) -> None:
@@ -286,9 +290,11 @@ class Engine(Submissions):
                 if not self._prompts.is_ready(live):
                     self._scheduler.not_done(live.handle.number)
                     return
+                parted = False
                 if live.job is None:
                     self._let_go(live)
-                self._prompts.advance(live, to)
+                    parted = self._room.in_parts(live)
+                self._prompts.advance(live, to, parted=parted)
             if last:
                 self._prompts.begin(live)
                 self._said(live)

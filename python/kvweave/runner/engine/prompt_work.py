@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvweave.policies import Policy
 from kvweave.runner.answers.answering import Answer, Answering, Ask
 from kvweave.runner.decode.sampling import check_token
 from kvweave.runner.engine.live_request import LiveRequest
+from kvweave.runner.prefill.parted_job import PartedJob
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import live_prefill
 from kvweave.runner.prompt import TokenizedPrompt
@@ -20,13 +22,17 @@ _MOMENT_S = 0.01
 class PromptWork:
     """Prefills prompts of live requests, in spans of at most `chunk_tokens` (0: at once).
 
-    `alone`: they are of one caller, who waits for all: documents may be read while their prompt is
-    computed, which waits for them layer by layer.
+    `part_tokens`: spans of those whose pages go to the host's memory behind each. `alone`: they are
+    of one caller, who waits for all: documents may be read while their prompt is computed, which
+    waits for them layer by layer.
     """
 
-    def __init__(self, answering: Answering, chunk_tokens: int, *, alone: bool = False) -> None:
+    def __init__(
+        self, answering: Answering, chunk_tokens: int, part_tokens: int, *, alone: bool = False
+    ) -> None:
         self._answering = answering
         self._chunk = chunk_tokens
+        self._part = part_tokens
         self._alone = alone
         # Documents that a prompt of the step waits for, and whether it computed anything.
         self._awaited: Expected | None = None
@@ -70,8 +76,10 @@ class PromptWork:
         if waits and awaited is not None and not computed:
             awaited.wait(_MOMENT_S)
 
-    def advance(self, live: LiveRequest, to: int) -> None:
+    def advance(self, live: LiveRequest, to: int, *, parted: bool = False) -> None:
         """Computes the rows before a position; the first time the prompt is admitted.
+
+        `parted`: in parts, then.
 
         # Errors
         As `PrefillJob`.
@@ -80,21 +88,26 @@ class PromptWork:
         if live.job is None:
             if live.policy is None:
                 live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
-            prompt = live.resumed_as
-            live.job = PrefillJob(
-                self._answering.prefiller,
-                prompt,
-                live.policy,
-                live.ask.lookup,
-                self._chunk,
-                reserve_tokens=max(0, live.room - len(prompt.tokens)),
-                expected=live.expected,
-                # What lies in the host's memory is copied while the first chunk is computed. What
-                # a store gives has been read by now, or its caller waits for it alone.
-                at_once=True,
-            )
+            live.job = self._job(live, live.policy, parted=parted)
             live.expected = None
         live.job.advance(min(to, live.job.tokens))
+
+    def _job(self, live: LiveRequest, policy: Policy, *, parted: bool) -> PrefillJob:
+        prefiller, prompt = self._answering.prefiller, live.resumed_as
+        if parted:
+            return PartedJob(prefiller, prompt, policy, live.ask.lookup, self._part)
+        return PrefillJob(
+            prefiller,
+            prompt,
+            policy,
+            live.ask.lookup,
+            self._chunk,
+            reserve_tokens=max(0, live.room - len(prompt.tokens)),
+            expected=live.expected,
+            # What lies in the host's memory is copied while the first chunk is computed. What
+            # a store gives has been read by now, or its caller waits for it alone.
+            at_once=True,
+        )
 
     def begin(self, live: LiveRequest) -> Answer:
         """Chooses the token behind a prompt that is done, and behind what was said before.

@@ -22,8 +22,8 @@ def check_host(
     """Raises for what a runner is asked for of host memory, and beside it.
 
     # Errors
-    `InvalidArgument` for copies or arrivals of no kind, or without memory for them; `Unsupported`
-    as `refuse_beside_host`.
+    `InvalidArgument` for copies or arrivals of no kind, or copies without memory for them;
+    `Unsupported` as `refuse_beside_host`.
     """
     if host_copies not in ("spill", "mirror"):
         got = shown(host_copies)
@@ -35,12 +35,15 @@ def check_host(
         raise InvalidArgument(f"host_dtype: expected fp8 or None, got {got}")
     if host_dtype is not None and host_bytes is None:
         raise InvalidArgument("host_dtype: expected host_bytes beside fp8, got none")
-    if host_arrivals not in ("exact", "late"):
+    if host_arrivals not in (None, "exact", "late"):
         got = shown(host_arrivals)
         raise InvalidArgument(f"host_arrivals: expected exact or late, got {got}")
-    if host_arrivals == "late" and host_bytes is None:
-        raise InvalidArgument("host_arrivals: expected host_bytes beside late, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
+
+
+def arrivals_of(host_arrivals: str | None, speculate: int | None) -> str:
+    """How pages arrive: as asked, else late, but exactly beside drafts, whose verifications wait."""
+    return host_arrivals or ("late" if speculate is None else "exact")
 
 
 def refuse_beside_host(host: object, what: str, got: object = "one") -> None:

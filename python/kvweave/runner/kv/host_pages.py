@@ -152,6 +152,13 @@ class HostPages:
         """Takes note that pages are on their way into the slots."""
         self._arriving = arrival
 
+    def has_arrived(self) -> bool:
+        """Whether nothing is on its way into the slots any more. Nobody waits."""
+        if self._arriving is None or self._arriving.is_there():
+            self._arriving = None
+            return True
+        return False
+
     def settle(self) -> None:
         """Has the current stream do nothing more before what is on its way lies in its slots.
 

@@ -7,7 +7,7 @@ group that is ranked at every step has none: its pages would travel in every ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -108,17 +108,19 @@ class HostPool:
         """
         self.home.reserve(blocks, self.budget.heads)
 
-    def contents(self, blocks: Int32) -> torch.Tensor:
-        """The pages of whole blocks [N] on the device: [N · heads, 2, P, D].
+    def contents(self, blocks: Int32, ranks: range | None = None) -> torch.Tensor:
+        """The pages of blocks [N] on the device, of some heads by their ranks or all.
+
+        They are [N · heads, 2, P, D].
 
         # Errors
         `TransferFailed`.
         """
-        heads, arena = self.budget.heads, self.arena
-        sizes = (len(blocks) * heads, *arena.shape[1:])
+        some, arena = range(self.budget.heads) if ranks is None else ranks, self.arena
+        sizes = (len(blocks) * len(some), *arena.shape[1:])
         room = torch.empty(sizes, dtype=arena.dtype, device=arena.device)
-        here = heads * np.arange(len(blocks), dtype=np.int32)
-        self.carry_blocks(here, blocks, "fetch", room)
+        here = len(some) * np.arange(len(blocks), dtype=np.int32)
+        self.carry_blocks(here, blocks, "fetch", room, some)
         return room
 
     def copy_aside(self, here: Int32, home: Int32) -> Arrival:
@@ -134,31 +136,39 @@ class HostPool:
         self.aside.abandoned = arrival
 
     def carry_blocks(
-        self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None = None
+        self,
+        here: Int32,
+        home: Int32,
+        way: Way,
+        room: torch.Tensor | None = None,
+        ranks: range | None = None,
     ) -> None:
-        """Carries whole blocks [N] between the device, where they are `here`, and here at home.
+        """Carries blocks [N] between the device, where they are `here`, and here at home.
 
-        `room`: other pages of the device than those of the arena.
+        `room`: other pages of the device than those of the arena, and `ranks` of the heads in a
+        block that are carried, whose pages follow each other there; all of them in the arena.
 
         # Errors
         `TransferFailed`; what was to be carried lies where it was, and some of it here too.
         """
         self.aside.abandoned.wait()
         what = "host memory" if way == "fetch" else "spill"
-        self.transfers.make(what, lambda: self._carry_blocks(here, home, way, room))
-
-    def _carry_blocks(self, here: Int32, home: Int32, way: Way, room: torch.Tensor | None) -> None:
         arena = self.arena if room is None else room
-        rows = np.arange(self.budget.heads, dtype=np.int32)
+        heads = range(self.budget.heads) if ranks is None else ranks
+        self.transfers.make(what, lambda: self._carry_blocks(here, home, way, arena, heads))
+
+    def _carry_blocks(
+        self, here: Int32, home: Int32, way: Way, arena: torch.Tensor, ranks: range
+    ) -> None:
+        rows = np.arange(len(ranks), dtype=np.int32)
         pages = np.arange(len(here), dtype=np.int32)
         moves = np.empty((len(rows) * len(pages), 3), np.int32)
         moves[:, 0] = np.repeat(rows, len(pages))
         moves[:, 1] = moves[:, 2] = np.tile(pages, len(rows))
         count = np.asarray([len(moves)], np.int32)
         sent = send(self.arena.device, moves, count, here[None], home[None])
-        ranks = self.budget.heads
-        slots = RowPages(arena, sent[2], ranks)
-        self.carry(sent[0], sent[1], slots, self.at(sent[3], ranks), way)
+        slots, there = RowPages(arena, sent[2], len(rows)), self.at(sent[3], len(rows), ranks.start)
+        self.carry(sent[0], sent[1], slots, there, way)
 
     def fetch(
         self, moves: Table, count: Table, slots: RowPages, home: RowPages, heads: int
@@ -191,14 +201,21 @@ class HostPool:
         slots: RowPages,
         home: RowPages,
         heads: int,
+        then: Callable[[], object],
     ) -> tuple[Arrival, dict[int, TransferFailed]]:
         """As `fetch`, beside steps that read none of the slots; says too when all have come over.
 
-        It begins behind all that the current stream has been asked to do by now.
+        It begins behind all that the current stream has been asked to do by now, and ends with
+        `then`.
         """
         assert self.late is not None
         failed = dict[int, TransferFailed]()
-        arrival = self.late.do(lambda: failed.update(self.fetch(moves, count, slots, home, heads)))
+
+        def bring() -> None:
+            failed.update(self.fetch(moves, count, slots, home, heads))
+            then()
+
+        arrival = self.late.do(bring)
         self.late.reads(moves, count, *map(torch.as_tensor, (slots.blocks, home.blocks)))
         return arrival, failed
 

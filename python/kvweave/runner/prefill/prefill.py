@@ -6,13 +6,14 @@ import numpy as np
 import torch
 
 from kvweave.device_memory import needs_memory
-from kvweave.errors import InvalidArgument
+from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.plan import one_pass
 from kvweave.policies import Policy
 from kvweave.runner.decode import Decoder
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.prefill.parted_job import PartedJob, may_part, part_tokens
 from kvweave.runner.prefill.prefill_context import PrefillContext
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
@@ -55,24 +56,32 @@ class Prefiller(PrefillContext):
         """Brings a prompt's KV into the pages.
 
         `keep`: all of it stays with the request, also what lies behind the windows of its heads.
-        `copy` is given the pages that are packed.
+        `copy` is given the pages that are packed. Beside host memory a prompt for which the device
+        has no room is computed in parts: see `PartedJob`; nothing is reserved behind it then.
 
         # Errors
         `PoolFull` when it does not fit. After any error the request holds nothing.
         """
         self.warn_of_length(len(prompt.tokens) + reserve_tokens)
-        job = PrefillJob(
-            self,
-            prompt,
-            policy,
-            lookup,
-            self.chunk_tokens or 0,
-            logits_from=logits_from,
-            reserve_tokens=reserve_tokens,
-            keep=keep,
-            copy=copy,
-            at_once=True,
-        )
+        job: PrefillJob
+        try:
+            job = PrefillJob(
+                self,
+                prompt,
+                policy,
+                lookup,
+                self.chunk_tokens or 0,
+                logits_from=logits_from,
+                reserve_tokens=reserve_tokens,
+                keep=keep,
+                copy=copy,
+                at_once=True,
+            )
+        except PoolFull:
+            if keep or copy is not None or not may_part(self, policy):
+                raise
+            part = part_tokens(self, self.chunk_tokens or 0)
+            job = PartedJob(self, prompt, policy, lookup, part, logits_from=logits_from)
         job.advance(job.tokens)
         return job.finish()
 

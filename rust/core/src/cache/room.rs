@@ -2,7 +2,7 @@
 //! give is asked, group by group.
 
 use crate::error::Error;
-use crate::scheduler::{BlockLedger, RequestId, Room, Shortage};
+use crate::scheduler::{BlockLedger, HomeGroup, RequestId, Room, Shortage};
 
 use super::{KvCache, freeze};
 
@@ -14,6 +14,8 @@ use super::{KvCache, freeze};
 pub struct CacheRoom {
     cache: KvCache,
     ledger: BlockLedger,
+    /// Caches that count the host's memory, in the order of the ledger's.
+    homes: Vec<KvCache>,
     /// Blocks of each group of the pool that this plan has promised.
     promised: Vec<usize>,
     /// Whether this plan has anybody give way: the cache will have more than it has now.
@@ -29,11 +31,37 @@ impl CacheRoom {
         let ledger = cache.ledger(chunk_tokens)?;
         let groups = cache.0.store.lock().pool.group_count();
         let promised = vec![0; groups];
-        Ok(CacheRoom { cache: cache.clone(), ledger, promised, gives_back: false })
+        let homes = Vec::new();
+        Ok(CacheRoom { cache: cache.clone(), ledger, homes, promised, gives_back: false })
+    }
+
+    /// The same beside the host's memory: of each head group that may lie there, by its number, the
+    /// cache that counts its blocks, and how many slots and newest blocks it has on the device: see
+    /// [`HomeGroup`]. `part_tokens`: those of a part of a prompt whose blocks go there.
+    ///
+    /// # Errors
+    /// As [`BlockLedger::with_homes`].
+    pub fn with_homes(
+        mut self,
+        homes: &[(usize, KvCache, usize, usize)],
+        part_tokens: usize,
+    ) -> Result<CacheRoom, Error> {
+        let group = |(group, cache, slots, newest): &(usize, KvCache, usize, usize)| {
+            let pages = cache.0.store.read().pool.slab_pages_total() as usize;
+            let total = pages / block_pages(cache);
+            HomeGroup { group: *group, slots: *slots, newest: *newest, total }
+        };
+        let groups: Vec<HomeGroup> = homes.iter().map(group).collect();
+        self.ledger = self.ledger.with_homes(&groups, part_tokens)?;
+        self.homes = homes.iter().map(|(_, cache, ..)| cache.clone()).collect();
+        Ok(self)
     }
 
     /// Looks at what is free now; from here on it is counted.
     pub fn look(&mut self) {
+        let blocks = |cache: &KvCache| cache.available_pages() / block_pages(cache);
+        let free: Vec<usize> = self.homes.iter().map(blocks).collect();
+        self.ledger.tell_homes(&free);
         self.ledger.tell_free(self.cache.available_pages());
         self.promised.fill(0);
         self.gives_back = false;
@@ -60,19 +88,9 @@ impl CacheRoom {
     }
 }
 
-impl Room for CacheRoom {
-    fn fits(&self, tokens: usize) -> Result<(), Shortage> {
-        self.ledger.fits(tokens)?;
-        let mut needs: Vec<usize> = self.ledger.blocks_of(tokens).collect();
-        needs.resize(self.promised.len(), 0);
-        if self.cache.0.store.lock().pool.could_hold(&needs) {
-            return Ok(());
-        }
-        let total = self.ledger.total();
-        Err(Shortage { needed: self.ledger.pages_of(tokens).max(total + 1), free: total })
-    }
-
-    fn admit(
+impl CacheRoom {
+    /// Room for all that a request takes.
+    fn admit_whole(
         &mut self,
         request: RequestId,
         tokens: usize,
@@ -81,14 +99,63 @@ impl Room for CacheRoom {
         let wanted = self.wanted(self.ledger.blocks_to_take(request, tokens), spare);
         // Of pages that others hold it is not known which group's they are.
         let asks = !self.gives_back && self.ledger.shared(request) == 0;
-        let cached = self.ledger.admit(request, tokens, spare)?;
+        let cached = self.ledger.admit_whole(request, tokens, spare)?;
         if asks && !self.cache.could_give(&wanted) {
             self.ledger.undo_admission(request);
             let needed = self.ledger.pages_of(tokens);
-            return Err(Shortage { needed, free: self.ledger.free().min(needed) });
+            return Err(Shortage::new(needed, self.ledger.free().min(needed)));
         }
         self.promised = self.wanted(self.ledger.blocks_to_take(request, tokens), 0);
         Ok(cached)
+    }
+
+    /// Room for its working set, and at home for the rest.
+    fn admit_in_parts(
+        &mut self,
+        request: RequestId,
+        tokens: usize,
+        spare: usize,
+    ) -> Result<usize, Shortage> {
+        let wanted = self.wanted(self.ledger.working_set(tokens), spare);
+        let cached = self.ledger.admit_in_parts(request, tokens, spare)?;
+        if !self.gives_back && !self.cache.could_give(&wanted) {
+            let needed = self.ledger.held(request);
+            self.ledger.undo_admission(request);
+            return Err(Shortage::new(needed, self.ledger.free().min(needed)));
+        }
+        self.promised = self.wanted(self.ledger.working_set(tokens), 0);
+        Ok(cached)
+    }
+}
+
+impl Room for CacheRoom {
+    fn fits(&self, request: RequestId, tokens: usize) -> Result<(), Shortage> {
+        self.ledger.fits(request, tokens)?;
+        let could_hold = |blocks: &mut dyn Iterator<Item = usize>| {
+            let mut needs: Vec<usize> = blocks.collect();
+            needs.resize(self.promised.len(), 0);
+            self.cache.0.store.lock().pool.could_hold(&needs)
+        };
+        if could_hold(&mut self.ledger.blocks_of(tokens))
+            || self.ledger.leaves(request) && could_hold(&mut self.ledger.working_set(tokens))
+        {
+            return Ok(());
+        }
+        let total = self.ledger.total();
+        Err(Shortage::new(self.ledger.pages_of(tokens).max(total + 1), total))
+    }
+
+    fn admit(
+        &mut self,
+        request: RequestId,
+        tokens: usize,
+        spare: usize,
+    ) -> Result<usize, Shortage> {
+        let parts = self.ledger.may_part(request);
+        match self.admit_whole(request, tokens, spare) {
+            Err(_) if parts => self.admit_in_parts(request, tokens, spare),
+            outcome => outcome,
+        }
     }
 
     fn grow(&mut self, request: RequestId, tokens: usize) -> Result<(), Shortage> {
@@ -112,6 +179,11 @@ impl Room for CacheRoom {
     fn retract(&mut self, request: RequestId, tokens: usize) {
         self.ledger.retract(request, tokens);
     }
+}
+
+/// Pages of a block of the first head group.
+fn block_pages(cache: &KvCache) -> usize {
+    cache.0.groups.pages().first().map_or(1, |&pages| pages as usize)
 }
 
 impl KvCache {

@@ -108,7 +108,7 @@ fn take_room(
     let (id, known) = (request.id, request.known);
     let full = books.running.len() >= books.config.max_running;
     if full && lower(books, request, plan.step).next().is_none() {
-        return Err(Shortage { needed: 1, free: 0 });
+        return Err(Shortage::new(1, 0));
     }
     let spare = books.config.headroom * books.running.len();
     let mut outcome = room.admit(id, known, spare);
@@ -154,6 +154,9 @@ fn sufficing(
     lower: impl Iterator<Item = u32>,
     shortage: Shortage,
 ) -> Vec<u32> {
+    if shortage.at_home {
+        return Vec::new();
+    }
     let mut missing = shortage.missing();
     let mut victims = Vec::new();
     for slot in lower {

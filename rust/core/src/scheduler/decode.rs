@@ -40,7 +40,7 @@ pub(super) fn refuse_too_large(
     plan: &mut StepPlan,
     (request, known): (RequestId, usize),
 ) -> bool {
-    let Err(shortage) = room.fits(known) else { return false };
+    let Err(shortage) = room.fits(request, known) else { return false };
     books.end(request, room);
     books.counts.refused += 1;
     plan.refused.push(Refused { request, why: Refusal::Outgrown(shortage) });

@@ -24,6 +24,7 @@ mod books;
 mod config;
 mod decode;
 mod fair;
+mod homes;
 mod kinds;
 mod ledger;
 mod metrics;
@@ -34,6 +35,7 @@ mod room;
 mod step_plan;
 
 pub use config::{PrefillOrder, SchedulerConfig};
+pub use homes::HomeGroup;
 pub use ledger::{BlockLedger, LedgerGroup};
 pub use metrics::{Counts, SchedulerMetrics};
 pub use request::{Arrival, RequestId, RequestState};
@@ -105,7 +107,7 @@ impl<R: Room> Scheduler<R> {
             return Err(Error::invalid("request", "a number of no live request", got));
         }
         self.books.at(now)?;
-        self.room.fits(arrival.tokens).map_err(|shortage| {
+        self.room.fits(arrival.request, arrival.tokens).map_err(|shortage| {
             self.books.counts.refused += 1;
             shortage.as_error("prompt")
         })?;

@@ -12,9 +12,17 @@ pub struct Shortage {
     pub needed: usize,
     /// Blocks that could have been had, every evictable block counted.
     pub free: usize,
+    /// Whether these are blocks of the host's memory: nobody gives way for them.
+    pub at_home: bool,
 }
 
 impl Shortage {
+    /// A shortage of the device's memory.
+    #[must_use]
+    pub fn new(needed: usize, free: usize) -> Shortage {
+        Shortage { needed, free, at_home: false }
+    }
+
     /// Blocks that were missing.
     #[must_use]
     pub fn missing(&self) -> usize {
@@ -24,7 +32,8 @@ impl Shortage {
     /// The same as an error about `what`.
     #[must_use]
     pub fn as_error(&self, what: &str) -> Error {
-        Error::pool_full(what, self.needed, self.free)
+        let place = if self.at_home { " in the host's memory" } else { "" };
+        Error::pool_full(&format!("{what}{place}"), self.needed, self.free)
     }
 }
 
@@ -37,11 +46,11 @@ impl Shortage {
 /// calls of a cache of the same names do, or count it beside a cache, as
 /// [`BlockLedger`](super::BlockLedger) does.
 pub trait Room {
-    /// Whether `tokens` could be held if nobody else held anything.
+    /// Whether `tokens` of a request could be held if nobody else held anything.
     ///
     /// # Errors
     /// What is missing.
-    fn fits(&self, tokens: usize) -> Result<(), Shortage>;
+    fn fits(&self, request: RequestId, tokens: usize) -> Result<(), Shortage>;
 
     /// Takes what a request needs to hold its first `tokens`, and leaves at least what the next
     /// block of tokens takes of `spare` others. Returns how many of these tokens are there already

@@ -96,9 +96,9 @@ impl<'a> PrefixRoom<'a> {
 }
 
 impl Room for PrefixRoom<'_> {
-    fn fits(&self, tokens: usize) -> Result<(), Shortage> {
+    fn fits(&self, _request: RequestId, tokens: usize) -> Result<(), Shortage> {
         let needed = tokens.div_ceil(PAGE);
-        if needed > self.total { Err(Shortage { needed, free: self.total }) } else { Ok(()) }
+        if needed > self.total { Err(Shortage::new(needed, self.total)) } else { Ok(()) }
     }
 
     fn admit(
@@ -114,7 +114,7 @@ impl Room for PrefixRoom<'_> {
         let woken = blocks.iter().filter(|block| self.cached[*block].holders == 0).count();
         let free = self.available() - woken * BLOCK_PAGES;
         if own + spare > free {
-            return Err(Shortage { needed: own + spare, free });
+            return Err(Shortage::new(own + spare, free));
         }
         for block in &blocks {
             let cached = self.cached.get_mut(block).unwrap();
@@ -133,7 +133,7 @@ impl Room for PrefixRoom<'_> {
         let pages = held.own + held.blocks.len() * BLOCK_PAGES;
         let needed = tokens.div_ceil(PAGE).saturating_sub(pages);
         if needed > self.available() {
-            return Err(Shortage { needed, free: self.available() });
+            return Err(Shortage::new(needed, self.available()));
         }
         if needed > 0 {
             self.take(needed);
