@@ -55,7 +55,7 @@ fn arrived(
     Ok(scheduler.arrive(now, arrival)?)
 }
 
-/// A head group, the cache that counts its blocks in the host's memory, its slots and newest blocks.
+/// A head group, the cache that counts its blocks in the host's memory, slots and newest blocks.
 type Home<N> = (N, kvweave_core::KvCache, N, N);
 
 /// The same as Python gives it.

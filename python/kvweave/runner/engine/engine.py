@@ -35,9 +35,6 @@ from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.tiers.expected import releasing_on_error
 from kvweave.scheduler import StepPlan
 
-_NO_LIMIT = 2**31 - 1
-_MOST_RUNNING = 2**20
-
 
 class Engine(Submissions):
     """Answers requests that come and go, in steps: chunks of prompts beside one decode step.
@@ -86,11 +83,11 @@ class Engine(Submissions):
         self._room = EngineRoom(
             self._prefiller,
             part,
-            token_budget=_NO_LIMIT if token_budget is None else token_budget,
-            chunk_tokens=_NO_LIMIT if own is None else own,
-            max_running=_MOST_RUNNING if max_running is None else max_running,
+            token_budget=token_budget,
+            chunk_tokens=own,
+            max_running=max_running,
             order=order,
-            span_tokens=chunk or _NO_LIMIT,
+            span_tokens=chunk or None,
         )
         self._scheduler = self._room.scheduler
         self._groups = DecodeGroups()
@@ -290,11 +287,10 @@ class Engine(Submissions):
                 if not self._prompts.is_ready(live):
                     self._scheduler.not_done(live.handle.number)
                     return
-                parted = False
-                if live.job is None:
+                begins = live.job is None
+                if begins:
                     self._let_go(live)
-                    parted = self._room.in_parts(live)
-                self._prompts.advance(live, to, parted=parted)
+                self._prompts.advance(live, to, parted=begins and self._room.in_parts(live))
             if last:
                 self._prompts.begin(live)
                 self._said(live)

@@ -10,16 +10,26 @@ from kvweave.runner.prefill.parted_job import PartedJob, homes_of, may_part
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.scheduler import Scheduler
 
+_NO_LIMIT = 2**31 - 1
+_MOST = {
+    "token_budget": _NO_LIMIT,
+    "chunk_tokens": _NO_LIMIT,
+    "span_tokens": _NO_LIMIT,
+    "max_running": 2**20,
+}
+
 
 class EngineRoom:
     """Looks up for requests that are to wait what they will find, and what is theirs already.
 
     The `scheduler` plans for the prefiller's cache, and host memory beside it where there is any,
-    prompts of `part_tokens` at once whose pages go there; `known` are its other settings.
+    prompts of `part_tokens` at once whose pages go there; `known` are its other settings, where
+    None is no limit.
     """
 
     def __init__(self, prefiller: Prefiller, part_tokens: int, **known: Any) -> None:
         homes = homes_of(prefiller, part_tokens)
+        known = {name: _MOST[name] if most is None else most for name, most in known.items()}
         self.scheduler = Scheduler(prefiller.cache, homes=homes, part_tokens=part_tokens, **known)
         self._prefiller = prefiller
         # Those whose prompts are being computed in parts.
