@@ -163,7 +163,9 @@ struct PageBoundsParams {
   const void* cache;
   const int32_t* held;   // [held_count, 3]: block, begin, end
   const int32_t* rows;   // [held_count]: rows of bounds that stand for blocks; null: their numbers
-  void* bounds;          // f32 [pages, 3, head_dim]: min, max, mean; of keys [pages, 2, head_dim]
+  void* bounds;          // f32 [pages, 3, head_dim]: min, max, mean; of keys [pages, 2, head_dim];
+                         // e4m3 [pages, 2, head_dim], or of means [pages, 1, head_dim]
+  uint8_t* scales;       // of e4m3 [pages]: powers of two, see fp8.cuh; else null
   int64_t blocks;        // block numbers below this lie within the cache
   int64_t described;     // rows that stand for blocks lie within bounds below this
   int64_t block_stride;  // from block number b to b + 1
@@ -215,7 +217,8 @@ struct RotateRowsParams {
 
 struct ScorePagesParams {
   const void* q;                 // [requests, query_heads, head_dim] by strides
-  const float* bounds;           // [pages, 3, head_dim]: min, max, mean
+  const void* bounds;            // see PageBoundsParams
+  const uint8_t* scales;
   const int32_t* entries;        // [N, 5]: block, begin, end, position, delta
   const int32_t* entry_offsets;  // [requests · tables + 1]
   const int32_t* heads;          // [kv_heads, 4]: table, rank, …; null: see first_rank
@@ -455,11 +458,11 @@ static_assert(sizeof(AttendParams) == 232, "params.rs says 232 bytes");
 static_assert(sizeof(TiledAttendParams) == 384, "params.rs says 384 bytes");
 static_assert(sizeof(ScoreParams) == 256, "params.rs says 256 bytes");
 static_assert(sizeof(WritePagesParams) == 144, "params.rs says 144 bytes");
-static_assert(sizeof(PageBoundsParams) == 104, "params.rs says 104 bytes");
+static_assert(sizeof(PageBoundsParams) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
-static_assert(sizeof(ScorePagesParams) == 136, "choice_params.rs says 136 bytes");
+static_assert(sizeof(ScorePagesParams) == 144, "choice_params.rs says 144 bytes");
 static_assert(sizeof(EstimatePagesParams) == 192, "choice_params.rs says 192 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "choice_params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 96, "params.rs says 96 bytes");

@@ -38,3 +38,6 @@ __device__ __forceinline__ Fp8 divide_to_fp8(float x, float scale) {
   }
   return Fp8(quotient);  // saturates
 }
+
+// A power of two as PageScale of rust/core/src/ops/page_scale.rs keeps it: 2^(bits − 127).
+__device__ __forceinline__ float power_of(uint8_t bits) { return ldexpf(1.0f, bits - 127); }

@@ -32,8 +32,6 @@ constexpr int kGreatestExponent = 127;
 template <>
 constexpr int kGreatestExponent<__half> = 15;
 
-__device__ __forceinline__ float factor_of(uint8_t bits) { return ldexpf(1.0f, bits - 127); }
-
 // The bits of the scale for numbers up to `greatest`, as rust/core/src/ops/page_scale.rs says.
 template <typename T>
 __device__ __forceinline__ uint8_t scale_of(float greatest) {
@@ -90,7 +88,7 @@ __device__ __forceinline__ void fetch(const MoveFp8PagesParams& p) {
     for (int i = 0; i < kOwn; ++i) {
       const uint32_t at = (i * 32 + lane) * kWord;
       if (at >= route.numbers) continue;
-      const float factor = factor_of(route.scales[route.first + at < p.page / 2 ? 0 : 1]);
+      const float factor = power_of(route.scales[route.first + at < p.page / 2 ? 0 : 1]);
       const Fp8* kept = reinterpret_cast<const Fp8*>(&words[i]);
       Pack<T, kWord> wide;
 #pragma unroll
@@ -131,7 +129,7 @@ __device__ __forceinline__ void spill(const MoveFp8PagesParams& p) {
       greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffffu, greatest, step));
     }
     const uint8_t bits = scale_of<T>(greatest);
-    const float factor = factor_of(bits);
+    const float factor = power_of(bits);
     for (uint32_t at = lane * kWord; at < side; at += 32 * kWord) {
       const Pack<T, kWord> word = load<T, kWord>(from + at);
       Pack<Fp8, kWord> kept;

@@ -7,8 +7,8 @@
 // What makes it run at the speed of reading bounds:
 // 1. bounds are read once, by 16-byte loads, for all query heads that share a KV head: eight lanes
 //    have a page and hold its bounds while queries pass by, so 128 bytes of a page are one access
-//    and four pages are on their way to each warp at a time. Of bounds of 16 bits, which are half
-//    as long, four lanes have a page, and eight pages are on their way;
+//    and four pages are on their way to each warp at a time. Of bounds of 16 or 8 bits, which are
+//    shorter, four lanes have a page, and eight pages are on their way;
 // 2. queries lie in shared memory as f32, where the four pages of a warp read the same words;
 // 3. thread blocks of neighbouring KV heads, whose bounds lie side by side, run at the same time.
 //
@@ -33,14 +33,23 @@ constexpr int kQuad = 4;      // f32 of a load from shared memory
 constexpr uint32_t kAll = ~0u;
 
 // How bounds of B are read where a head dim is at most kDim: `kColumns` loads of a lane for a
-// vector of bounds, each of `kWords` elements.
+// vector of bounds, each of `kWords` elements. Vectors begin on boundaries of eight elements.
 template <typename B, int kDim>
 struct Layout {
-  static constexpr int kWords = 16 / sizeof(B);
+  static constexpr int kWords = sizeof(B) == 4 ? 4 : 8;
   static constexpr int kLanes = sizeof(B) == 4 || kDim > 128 ? 8 : 4;  // of a page
   static constexpr int kColumns = kDim / (kLanes * kWords);
   static constexpr int kStep = kThreads / kLanes;  // pages of a thread block at a time
-  static constexpr int kVectors = sizeof(B) == 4 ? 3 : 2;  // of a page's bounds
+};
+
+// `kWords` elements of B, which are loaded at once.
+template <typename B>
+struct Words {
+  using Load = uint4;
+};
+template <>
+struct Words<Fp8> {
+  using Load = uint2;
 };
 
 // The greater of two numbers, NaN where one is: fmaxf drops a NaN.
@@ -81,6 +90,10 @@ __device__ __noinline__ float turned(const T* vector, int d, int delta, const fl
 template <typename T, typename B, int kDim, int kFirst, int kBounds>
 class Scores {
   using L = Layout<B, kDim>;
+  using Load = typename Words<B>::Load;
+  static constexpr bool kScaled = sizeof(B) == 1;
+  // Vectors of a page: e4m3 has those alone that count.
+  static constexpr int kVectors = sizeof(B) == 4 ? 3 : kScaled ? kBounds : 2;
   using Bounds = float[L::kColumns][L::kWords][kBounds];
 
   const ScorePagesParams& p;
@@ -180,20 +193,24 @@ class Scores {
   // A lane's part of a page's bounds.
   __device__ __forceinline__ void fetch(Bounds& bounds, int64_t page, uint32_t lane,
                                         uint32_t dim) const {
-    const B* all = reinterpret_cast<const B*>(p.bounds);
+    const B* all = static_cast<const B*>(p.bounds);
+    const float factor = kScaled && page >= 0 ? power_of(__ldg(p.scales + page)) : 1.0f;
 #pragma unroll
     for (int c = 0; c < L::kColumns; ++c) {
       const uint32_t d = (c * L::kLanes + lane) * L::kWords;
 #pragma unroll
       for (int b = 0; b < kBounds; ++b) {
-        uint4 words = {};
+        Load words = {};
         if (page >= 0 && d < dim) {
-          const B* from = all + (L::kVectors * page + kFirst + b) * dim + d;
-          words = __ldg(reinterpret_cast<const uint4*>(from));
+          const B* from = all + (kVectors * page + kFirst + b) * dim + d;
+          words = __ldg(reinterpret_cast<const Load*>(from));
         }
         const auto& of = reinterpret_cast<const Pack<B, L::kWords>&>(words);
 #pragma unroll
-        for (int w = 0; w < L::kWords; ++w) bounds[c][w][b] = static_cast<float>(of.at[w]);
+        for (int w = 0; w < L::kWords; ++w) {
+          const float wide = static_cast<float>(of.at[w]);
+          bounds[c][w][b] = kScaled ? wide * factor : wide;
+        }
       }
     }
   }
@@ -237,7 +254,7 @@ __device__ __forceinline__ void score_pages(const ScorePagesParams& params) {
 }  // namespace
 
 // Names as rust/cuda/src/score_pages.rs builds them: dtype of queries, the largest head dim, and
-// what a score is made of: bounds in f32, or least and greatest keys in the queries' dtype.
+// what a score is made of: bounds in f32, least and greatest keys in the queries' dtype, or e4m3.
 #define KERNEL(DTYPE, TYPE, OF, DIM, KIND, FIRST, BOUNDS)                                 \
   extern "C" __global__ void __launch_bounds__(kThreads)                                  \
       score_pages_##DTYPE##_##DIM##_##KIND(const __grid_constant__ ScorePagesParams params) { \
@@ -249,7 +266,9 @@ __device__ __forceinline__ void score_pages(const ScorePagesParams& params) {
   KERNEL(DTYPE, TYPE, OF, 256, KIND, FIRST, BOUNDS)
 #define KERNELS(DTYPE, TYPE)                \
   KINDS(DTYPE, TYPE, float, minmax, 0, 2)   \
-  KINDS(DTYPE, TYPE, float, mean, 2, 1)
+  KINDS(DTYPE, TYPE, float, mean, 2, 1)     \
+  KINDS(DTYPE, TYPE, Fp8, fp8_minmax, 0, 2) \
+  KINDS(DTYPE, TYPE, Fp8, fp8_mean, 0, 1)
 
 KERNELS(f32, float)
 KERNELS(bf16, __nv_bfloat16)

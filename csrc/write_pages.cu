@@ -13,7 +13,8 @@
 // Bounds are a kernel of their own, after the scatter: a page's rows may come from several thread
 // blocks, and slots that this call did not write count as well. Its reads come from the cache. Of
 // keys of 16 bits they may be the least and the greatest alone, in the dtype of these: each is the
-// element of some key, so nothing is rounded.
+// element of some key, so nothing is rounded. In e4m3 they are the least rounded down and the
+// greatest rounded up, or the mean rounded to the nearest, with a power of two a page.
 //
 // Slots and held pages that point outside the cache, or at the null block, are skipped: a table
 // that was made on the device cannot be checked on the host without waiting for it. So are slots of
@@ -22,12 +23,14 @@
 #include <cmath>
 
 #include "api.h"
+#include "fp8_bounds.cuh"
 #include "vector.cuh"
 
 namespace {
 
 constexpr int kWords = 2;  // of K and of V that a thread moves
 constexpr int kSlotsInFlight = 8;
+constexpr int kMostThreads = 256;
 
 // Words that are stored as they are.
 template <typename Word>
@@ -92,9 +95,48 @@ __device__ __forceinline__ void write_pages(const WritePagesParams& p) {
   }
 }
 
+// What is kept of a page: f32 bounds and mean, keys of 16 bits, e4m3 bounds, an e4m3 mean.
+enum class Kept { kF32, kKeys, kFp8, kFp8Mean };
+
+// Of an element of a page's keys.
+struct OfElement {
+  float least = INFINITY;
+  float greatest = -INFINITY;
+  double sum = 0.0;
+};
+
+template <typename T>
+__device__ __forceinline__ OfElement of_slots(const T* keys, int begin, int end, int64_t stride) {
+  OfElement of;
+#pragma unroll kSlotsInFlight
+  for (int slot = begin; slot < end; ++slot) {
+    const float x = static_cast<float>(keys[slot * stride]);
+    // Not fminf and fmaxf, which drop a NaN.
+    of.least = x < of.least || isnan(x) ? x : of.least;
+    of.greatest = x > of.greatest || isnan(x) ? x : of.greatest;
+    of.sum += x;
+  }
+  return of;
+}
+
+// The greatest of a number of each thread, for all of them. Once a launch: it has room of its own.
+__device__ __forceinline__ float greatest_of_block(float number) {
+  __shared__ float of_warps[kMostThreads / 32];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    number = fmaxf(number, __shfl_xor_sync(0xffffffffu, number, step));
+  }
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = number;
+  __syncthreads();
+  for (uint32_t warp = 0; warp < blockDim.x / 32; ++warp) number = fmaxf(number, of_warps[warp]);
+  return number;
+}
+
+__device__ __forceinline__ float finite_size(float x) { return isfinite(x) ? fabsf(x) : 0.0f; }
+
 // A thread block has one page, a thread an element of its keys. The sum is taken in slot order in
-// f64: every version of the op has the same bits. `kKeys`: bounds are of 16 bits, and no mean.
-template <typename T, bool kKeys>
+// f64: every version of the op has the same bits. In e4m3 no thread has more than one element.
+template <typename T, Kept kKept>
 __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
   const int32_t* row = p.held + int64_t{3} * (blockIdx.x / p.kv_heads);
   const uint32_t head = blockIdx.x % p.kv_heads;
@@ -107,26 +149,37 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
   const T* page = static_cast<const T*>(p.cache) + block * p.block_stride + p.layer_offset +
                   head * p.head_stride;
   const int64_t at = int64_t{first} + p.first_page + head;  // row of bounds
-  for (uint32_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
-    float least = INFINITY, greatest = -INFINITY;
-    double sum = 0.0;
-#pragma unroll kSlotsInFlight
-    for (int slot = begin; slot < end; ++slot) {
-      const float x = static_cast<float>(page[slot * p.token_stride + d]);
-      // Not fminf and fmaxf, which drop a NaN.
-      least = x < least || isnan(x) ? x : least;
-      greatest = x > greatest || isnan(x) ? x : greatest;
-      sum += x;
+  if constexpr (kKept == Kept::kFp8 || kKept == Kept::kFp8Mean) {
+    const uint32_t d = threadIdx.x;
+    OfElement of = {0.0f, 0.0f, 0.0};
+    if (d < p.head_dim) of = of_slots(page + d, begin, end, p.token_stride);
+    const float mean = static_cast<float>(of.sum / (end - begin) * p.key_scale);
+    const float least = of.least * p.key_scale, greatest = of.greatest * p.key_scale;
+    const bool means = kKept == Kept::kFp8Mean;
+    const float size = means ? finite_size(mean) : fmaxf(finite_size(least), finite_size(greatest));
+    const uint8_t scale = covering_scale(greatest_of_block(size));
+    const float factor = power_of(scale);
+    Fp8* bounds = static_cast<Fp8*>(p.bounds) + at * (means ? 1 : 2) * p.head_dim;
+    if (d < p.head_dim && means) {
+      bounds[d] = round_bound<Rounding::kNearest>(mean, factor);
+    } else if (d < p.head_dim) {
+      bounds[d] = round_bound<Rounding::kDown>(least, factor);
+      bounds[p.head_dim + d] = round_bound<Rounding::kUp>(greatest, factor);
     }
-    if constexpr (kKeys) {
-      T* bounds = static_cast<T*>(p.bounds) + at * 2 * p.head_dim;
-      bounds[d] = Arithmetic<T>::round(least);
-      bounds[p.head_dim + d] = Arithmetic<T>::round(greatest);
-    } else {
-      float* bounds = static_cast<float*>(p.bounds) + at * 3 * p.head_dim;
-      bounds[d] = least * p.key_scale;
-      bounds[p.head_dim + d] = greatest * p.key_scale;
-      bounds[2 * p.head_dim + d] = static_cast<float>(sum / (end - begin) * p.key_scale);
+    if (d == 0) p.scales[at] = scale;
+  } else {
+    for (uint32_t d = threadIdx.x; d < p.head_dim; d += blockDim.x) {
+      const OfElement of = of_slots(page + d, begin, end, p.token_stride);
+      if constexpr (kKept == Kept::kKeys) {
+        T* bounds = static_cast<T*>(p.bounds) + at * 2 * p.head_dim;
+        bounds[d] = Arithmetic<T>::round(of.least);
+        bounds[p.head_dim + d] = Arithmetic<T>::round(of.greatest);
+      } else {
+        float* bounds = static_cast<float*>(p.bounds) + at * 3 * p.head_dim;
+        bounds[d] = of.least * p.key_scale;
+        bounds[p.head_dim + d] = of.greatest * p.key_scale;
+        bounds[2 * p.head_dim + d] = static_cast<float>(of.sum / (end - begin) * p.key_scale);
+      }
     }
   }
 }
@@ -134,14 +187,14 @@ __device__ __forceinline__ void page_bounds(const PageBoundsParams& p) {
 }  // namespace
 
 // Names as rust/cuda/src/write_pages.rs builds them: bytes moved at once, or the dtypes and the
-// elements moved at once; the dtype of keys, and whether bounds are keys alone.
+// elements moved at once; the dtype of keys, and what is kept of them.
 #define WRITE(NAME, ...)                                                              \
-  extern "C" __global__ void __launch_bounds__(256)                                   \
+  extern "C" __global__ void __launch_bounds__(kMostThreads)                          \
       write_pages_##NAME(const __grid_constant__ WritePagesParams params) {           \
     write_pages<__VA_ARGS__>(params);                                                 \
   }
 #define BOUNDS(NAME, ...)                                                             \
-  extern "C" __global__ void __launch_bounds__(256)                                   \
+  extern "C" __global__ void __launch_bounds__(kMostThreads)                          \
       page_bounds_##NAME(const __grid_constant__ PageBoundsParams params) {           \
     page_bounds<__VA_ARGS__>(params);                                                 \
   }
@@ -155,9 +208,17 @@ WRITE(bf16_fp8_8, ToFp8<__nv_bfloat16, 8>)
 WRITE(bf16_fp8_1, ToFp8<__nv_bfloat16, 1>)
 WRITE(f16_fp8_8, ToFp8<__half, 8>)
 WRITE(f16_fp8_1, ToFp8<__half, 1>)
-BOUNDS(f32, float, false)
-BOUNDS(bf16, __nv_bfloat16, false)
-BOUNDS(f16, __half, false)
-BOUNDS(fp8, Fp8, false)
-BOUNDS(bf16_keys, __nv_bfloat16, true)
-BOUNDS(f16_keys, __half, true)
+BOUNDS(f32, float, Kept::kF32)
+BOUNDS(bf16, __nv_bfloat16, Kept::kF32)
+BOUNDS(f16, __half, Kept::kF32)
+BOUNDS(fp8, Fp8, Kept::kF32)
+BOUNDS(bf16_keys, __nv_bfloat16, Kept::kKeys)
+BOUNDS(f16_keys, __half, Kept::kKeys)
+BOUNDS(f32_to_fp8, float, Kept::kFp8)
+BOUNDS(bf16_to_fp8, __nv_bfloat16, Kept::kFp8)
+BOUNDS(f16_to_fp8, __half, Kept::kFp8)
+BOUNDS(fp8_to_fp8, Fp8, Kept::kFp8)
+BOUNDS(f32_to_fp8_mean, float, Kept::kFp8Mean)
+BOUNDS(bf16_to_fp8_mean, __nv_bfloat16, Kept::kFp8Mean)
+BOUNDS(f16_to_fp8_mean, __half, Kept::kFp8Mean)
+BOUNDS(fp8_to_fp8_mean, Fp8, Kept::kFp8Mean)

@@ -99,7 +99,7 @@ def write_pages(
     v: _Array,
     slots: _Array,
     reach: Reach | None,
-    bounds: tuple[_Array, _Array, _Array | None] | None,
+    bounds: tuple[_Array, _Array, _Array | None, _Array | None] | None,
     kv_scales: tuple[float, float] | None,
     reference: bool,
 ) -> None: ...
@@ -110,7 +110,7 @@ def write_pages_cuda(
     v: _Array,
     slots: _TablePair,
     reach: Reach | None,
-    bounds: tuple[_Array, _TablePair, _TablePair | None] | None,
+    bounds: tuple[_Array, _TablePair, _TablePair | None, _Array | None] | None,
     kv_scales: tuple[float, float] | None,
     stream: int,
 ) -> None: ...

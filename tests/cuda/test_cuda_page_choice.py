@@ -345,3 +345,31 @@ def test_what_is_chosen_on_the_device_is_what_the_host_chooses(generator) -> Non
     assert torch.equal(chosen.cpu(), wanted[0])
     assert torch.equal(selected.cpu(), wanted[1])
     assert selected.tolist() == [32] * 8 + [4] * 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_by_fp8_bounds_are_the_hosts(shape, dtype, generator) -> None:
+    """Head dims that are no multiple of 16, whose vectors begin on boundaries of 8 bytes."""
+    for score, vectors in (("min-max", 2), ("mean", 1)):
+        for turns in ((0,), (3, -2, 0, 7, 900_000)):
+            call = Scored.of([200, 0, 1, 63, 65], *shape, generator, dtype, turns)
+            rows = len(call.bounds)
+            kept = call.bounds[:, :2] if vectors == 2 else call.bounds[:, 2:]
+            kept = kept.contiguous().to(torch.float8_e4m3fn)
+            kept[call.entries[3, 0].item(), 0, shape[2] - 1] = torch.nan
+            scales = torch.randint(120, 130, (rows,), generator=generator).byte()
+            found = []
+            for device in ("cpu", "cuda"):
+                entries, offsets = call.entries.to(device), call.offsets.to(device)
+                pages = replace(
+                    call.pages(device),
+                    bounds=kept.to(device),
+                    scales=scales.to(device),
+                    score=score,
+                )
+                q = call.q.to(device)
+                found.append(
+                    ops.score_pages(q, entries, pages, entry_offsets=offsets, width=210)[0].cpu()
+                )
+            torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3, equal_nan=True)

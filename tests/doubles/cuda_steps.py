@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from page_rows import PageRows
 from paged import paged, reads, rope_table
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 90, 4, 2, 64, 16
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass
@@ -187,12 +188,21 @@ def bound_pages(dtype: torch.dtype) -> Step:
         pages = torch.randn(step * blocks, 2, PAGE, DIM, generator=generator).to(dtype)
         # One row names the null block.
         held = torch.cat((held[order > 0], -torch.ones(1, 3))).int()
-        return {"pages": pages, "held": held, "bounds": torch.full((len(pages), 3, DIM), -7.0)}
+        sizes = len(pages), 2, DIM
+        return {
+            "pages": pages,
+            "held": held,
+            "bounds": torch.full((len(pages), 3, DIM), -7.0),
+            "fp8": torch.full(sizes, -7.0).to(FP8),
+            "scales": torch.full(sizes[:1], 7, dtype=torch.uint8),
+        }
 
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         named = t["held"] if t["held"].is_cuda else t["held"][t["held"][:, 0] > 0]
         ops.bound_pages(t["pages"], ops.PageBounds(t["bounds"], named), pages=step)
-        return (t["bounds"],)
+        rounded = ops.PageBounds(t["fp8"], named, scales=t["scales"])
+        ops.bound_pages(t["pages"], rounded, pages=step)
+        return t["bounds"], t["fp8"].view(torch.uint8), t["scales"]
 
     return Step(call, renew)
 
@@ -285,13 +295,18 @@ def score_pages(dtype: torch.dtype) -> Step:
         return {
             "q": torch.randn(3, HEADS, DIM, generator=generator).to(dtype),
             "bounds": torch.randn(blocks * KV_HEADS, 3, DIM, generator=generator),
+            "fp8": torch.randn(blocks * KV_HEADS, 2, DIM, generator=generator).to(FP8),
+            "scales": torch.randint(125, 129, (blocks * KV_HEADS,), generator=generator).byte(),
             "entries": torch.stack(columns, 1).int(),
             "offsets": torch.cat((torch.stack((begin, end), 1).flatten(), begin[:1])).int(),
         }
 
     def call(t: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         pages = ops.BoundedPages(t["bounds"], PAGE, 0, KV_HEADS, DIM**-0.5, rope, reach=reach)
-        return ops.score_pages(t["q"], t["entries"], pages, entry_offsets=t["offsets"], width=25)
+        listed = {"entry_offsets": t["offsets"], "width": 25}
+        exact = ops.score_pages(t["q"], t["entries"], pages, **listed)
+        pages = replace(pages, bounds=t["fp8"], scales=t["scales"])
+        return *exact, *ops.score_pages(t["q"], t["entries"], pages, **listed)
 
     return Step(call, renew)
 
@@ -417,7 +432,7 @@ def move_fp8_pages(dtype: torch.dtype) -> Step:
             "moves": torch.stack((0 * order, order, order.flip(0)), 1).int(),
             "count": torch.randint(0, pages + 1, (1,), generator=generator).int(),
             "arena": torch.randn(pages, *page, generator=generator).to(dtype),
-            "home": torch.zeros(pages, *page).to(torch.float8_e4m3fn),
+            "home": torch.zeros(pages, *page).to(FP8),
             "scales": torch.zeros(pages, 2, dtype=torch.uint8),
             "blocks": table[None].clone(),
         }

@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 
 from cache_names import by_name, cache_of
 from decode_batches import decoding
+from fp8_bounds import fp8_bounds
 from kvweave.cache import HeadClassMap
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
@@ -60,7 +61,7 @@ def kinds_map(spec: ModelSpec, kinds: list[dict[str, Any]]) -> HeadClassMap:
 def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
     settings = {"max_tokens": 2048, "page_tokens": 4, "progress": False, "check": False, **settings}
-    plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None})
+    plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None, "bounds_dtype": None})
     return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
 
 
@@ -80,24 +81,43 @@ def best_pages(scores: list[float], most: int) -> list[int]:
     return sorted(always + others[: most - len(always)])
 
 
-def page_score(queries: torch.Tensor, keys: torch.Tensor, score: str = "min-max") -> float:
-    """What the query heads [n, D] may find among keys [T, D]: the most that any of them may."""
+def page_score(
+    queries: torch.Tensor, keys: torch.Tensor, score: str = "min-max", *, fp8: bool = False
+) -> float:
+    """What the query heads [n, D] may find among keys [T, D]: the most that any of them may.
+
+    `fp8`: by bounds in e4m3.
+    """
+    if fp8:
+        bounds, _ = fp8_bounds(keys, score)
+    elif score == "mean":
+        bounds = keys.double().mean(0)[None]
+    else:
+        bounds = torch.stack((keys.double().amin(0), keys.double().amax(0)))
     if score == "mean":
-        return float((queries.double() @ keys.double().mean(0)).max())
-    least, most = keys.double().amin(0), keys.double().amax(0)
+        return float((queries.double() @ bounds[0]).max())
+    least, most = bounds
     return float(torch.maximum(queries.double() * least, queries.double() * most).sum(-1).max())
 
 
 class PlainDecoding:
     """A model's own decoding of one prompt, every head under its class, pages of `page` tokens.
 
-    `paced`: heads choose anew when a page begins, however often their class says.
+    `paced`: heads choose anew when a page begins, however often their class says. `fp8`: by bounds
+    in e4m3.
     """
 
     def __init__(
-        self, model: Any, kinds: list[dict[str, Any]], page: int, *, paced: bool = False
+        self,
+        model: Any,
+        kinds: list[dict[str, Any]],
+        page: int,
+        *,
+        paced: bool = False,
+        fp8: bool = False,
     ) -> None:
         self.model, self.kinds, self.page, self.paced = model, kinds, page, paced
+        self.fp8 = fp8
         self.chosen: dict[tuple[int, int], tuple[int, int, list[int]]] = {}
         self.cache: Any = None
 
@@ -190,7 +210,7 @@ class PlainDecoding:
         if due:
             pages = key.split(self.page)
             score = kind.get("score", "min-max")
-            scores = [page_score(query[:, 0], page, score) for page in pages]
+            scores = [page_score(query[:, 0], page, score, fp8=self.fp8) for page in pages]
             best = best_pages(scores, kind["pages"])
             since, listed = total, count
         self.chosen[layer, head] = since, listed, best
@@ -247,7 +267,12 @@ def expect_chosen(runner: Runner, sequence: Decoding, queries: torch.Tensor) -> 
                 stored = [stored_tokens(runner, entry, rank) for entry in table]
                 expect_means(room, budget, ranked, rank, stored[:-1])
                 scores = [
-                    page_score(turned_back(runner, of_kv[head], entry[4]), kv[0], budget.score)
+                    page_score(
+                        turned_back(runner, of_kv[head], entry[4]),
+                        kv[0],
+                        budget.score,
+                        fp8=budget.fp8,
+                    )
                     for entry, kv in zip(table, stored, strict=True)
                 ]
                 best = best_pages(scores, budget.pages)

@@ -354,6 +354,7 @@ def refusals(runner: Runner, model: Any, name: str) -> dict[str, Any]:
         "later documents": [turn_with_a_document],
         "pin": [lambda: runner.pin(tokens)],
         "zero_on_free": [lambda: packed_runner(model, kv_dtype=name, zero_on_free=True)],
+        "bounds_dtype": [lambda: packed_runner(model, kv_dtype=name, bounds_dtype="fp8")],
         "remote": [lambda: packed_runner(model, kv_dtype=name, remote=RemoteStore("memory", {}))],
     }
 

@@ -34,13 +34,21 @@ class PageBounds:
     the keys makes its bounds NaN. On CUDA `values` of a cache of 16 bits may also be [pages, 2, D]
     of its dtype: the least and the greatest alone, which are exact, as `score_pages` takes them.
 
+    In fp8 `values` are float8_e4m3fn with `scales` uint8 [pages]: a number x̂ stands for
+    2^(scale − 127) · x̂. [pages, 2, D] are the least rounded down and the greatest rounded up, so
+    that a page's score by them is no less than by exact ones; [pages, 1, D] the mean, rounded to
+    the nearest. The scale of a page is the least power of two, of 2^−126 to 2^119, of which 448 is
+    no less than its finite elements. What no number is on the right side of, infinities among them,
+    becomes NaN. On CUDA head dims are then at most 256.
+
     `rows` i32 [N]: where bounds lie elsewhere than pages, of each held block the row that stands
-    for its number; those of different blocks do not overlap.
+    for its number; those of different rows do not overlap. A block may then be held several times.
     """
 
     values: torch.Tensor
     held: Table
     rows: Table | None = None
+    scales: torch.Tensor | None = None
 
 
 @needs_memory("write_pages")
@@ -90,14 +98,18 @@ def _write(
     device = cuda_device("cache", cache, backend)
     k, v = rows
     if device is None:
-        named = None if bounds is None else (bounds.values, bounds.held, bounds.rows)
+        named = None
+        if bounds is not None:
+            named = (bounds.values, bounds.held, bounds.rows, bounds.scales)
         reference = backend == "reference"
         _native.write_pages(cache, layer, k, v, slots, reach, named, kv_scales, reference)
         return
     of_bounds = {} if bounds is None else {"held": bounds.held, "rows": bounds.rows}
     known = {name: table for name, table in of_bounds.items() if table is not None}
     tables = on_device(device, slots=slots, **known)
-    there = None if bounds is None else (bounds.values, tables["held"], tables.get("rows"))
+    there = None
+    if bounds is not None:
+        there = (bounds.values, tables["held"], tables.get("rows"), bounds.scales)
     given = (cache, layer, k, v, tables["slots"], reach, there, kv_scales)
     _native.write_pages_cuda(*given, stream_of(device))
 

@@ -70,10 +70,12 @@ class Runner(KnowledgeBase, Retention, HandOff):
     of `heads` seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there
     what frees room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a
     byte a number; `host_arrivals`: "late" has no step wait for pages that it chose, "exact" each
-    one (None: late, but exact beside `speculate`). `speculate`: tokens that a round drafts by the
-    pages of top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder:
-    documents are written there and read; `document_bytes`: host memory for documents whose blocks
-    leave the device; `remote`: a store on another machine behind these (docs/tiers.md).
+    one (None: late, but exact beside `speculate`). `bounds_dtype`: what top_k heads choose pages by
+    is kept as keys are (None), or in "fp8". `speculate`: tokens that a round drafts by the pages of
+    top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`, a
+    `Store` or its folder: documents are written there and read; `document_bytes`: host memory for
+    documents whose blocks leave the device; `remote`: a store on another machine behind these
+    (docs/tiers.md).
     `zero_on_free`: what blocks held that went back is overwritten (docs/SECURITY.md). `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (read where it lies,
     queries rotated). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached
@@ -108,6 +110,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         host_copies: str = "spill",
         host_dtype: str | None = None,
         host_arrivals: str | None = None,
+        bounds_dtype: str | None = None,
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
         remote: RemoteStore | None = None,
@@ -126,7 +129,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
     ) -> None:
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
-        check_settings(page_tokens, chunk_tokens, mode, heads)
+        check_settings(page_tokens, chunk_tokens, mode, heads, bounds_dtype)
         check_host(host_bytes, host_copies, host_dtype, host_arrivals, kv_dtype)
         over = (host_bytes, host_copies, host_dtype, arrivals_of(host_arrivals, speculate))
         zeroes = flag("zero_on_free", zero_on_free) or None
@@ -134,17 +137,15 @@ class Runner(KnowledgeBase, Retention, HandOff):
         heads = of_weights(check_profile(profile, canary, self.spec, heads), model)
         asked = {"kv_dtype": kv_dtype, "host_arrivals": host_arrivals}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
+        how: dict[str, Any] = {"packing": packing, "chunk_tokens": chunk_tokens, "heads": heads}
+        how |= {"arena_bytes": arena_bytes, "max_tokens": max_tokens}
         self.cache, pages, self.packed = make_pools(
             self.spec,
             page_tokens,
-            packing=packing,
-            chunk_tokens=chunk_tokens,
-            arena_bytes=arena_bytes,
-            max_tokens=max_tokens,
             hash=word("hash", hash),
             frozen_share=real("frozen_share", frozen_share),
             eviction=word("eviction", eviction),
-            heads=heads,
+            **how,
         )
         self.host = make_host_pools(self.cache, pages, *over)
         self.heads, self.progress, self.eviction = heads, progress, eviction
@@ -156,7 +157,8 @@ class Runner(KnowledgeBase, Retention, HandOff):
             tiled = needs_tiling(self.spec)
             if check:
                 verify(model, self.spec)
-        reads = HeadReads(self.spec, self.cache, self.packed, self.host, verified=drafts > 0)
+        kinds = {"verified": drafts > 0, "fp8_bounds": bounds_dtype == "fp8"}
+        reads = HeadReads(self.spec, self.cache, self.packed, self.host, **kinds)
         check_drafting(drafts, reads, rotary)
         self._decoder = Decoder(reads, rotary, pages, drafts)
         self.tiers = make_tiers(self._decoder, store, document_bytes, heads, eviction, hash, remote)

@@ -7,8 +7,10 @@ from kvweave.cache import HeadClassMap
 from kvweave.errors import InvalidArgument
 
 
-def check_settings(page_tokens: int, chunk_tokens: int | None, mode: str, heads: object) -> None:
-    """Raises `InvalidArgument` for numbers, a mode or heads that are none."""
+def check_settings(
+    page_tokens: int, chunk_tokens: int | None, mode: str, heads: object, bounds_dtype: object
+) -> None:
+    """Raises `InvalidArgument` for numbers, a mode, heads or a dtype of bounds that are none."""
     whole("page_tokens", page_tokens)
     if chunk_tokens is not None:
         whole("chunk_tokens", chunk_tokens, 1)
@@ -16,3 +18,5 @@ def check_settings(page_tokens: int, chunk_tokens: int | None, mode: str, heads:
         raise InvalidArgument(f"mode: expected materialise or share, got {shown(mode)}")
     if heads is not None and not isinstance(heads, HeadClassMap):
         raise InvalidArgument(f"heads: expected a HeadClassMap or None, got {shown(heads)}")
+    if bounds_dtype not in (None, "fp8"):
+        raise InvalidArgument(f"bounds_dtype: expected fp8 or None, got {shown(bounds_dtype)}")

@@ -95,7 +95,7 @@ fn bounds_of_a_layer_beyond_all_pages_are_refused() {
         ..PageGeometry::arena(1, 3, 4, D)
     };
     for layer in [usize::MAX, usize::MAX / 3, 1 << 62] {
-        let refused = validate_bounds((&[[1, 0, 4]], None), &geometry, layer, 4 * PAGE, 4 * 3 * D);
+        let refused = validate_bounds((&[[1, 0, 4]], None), &geometry, layer, 4 * PAGE, 4);
         assert_eq!(refused.expect_err("a refusal").kind(), OpErrorKind::OutOfRange, "{layer}");
     }
 }

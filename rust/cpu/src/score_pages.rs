@@ -1,6 +1,6 @@
 //! Scores of pages by their bounds.
 
-use kvweave_core::ops::{Element, Entry, OpError, PageBounds, PageScore, ScorePages, SharedScore};
+use kvweave_core::ops::{Element, Entry, OpError, PageScore, ScorePages, SharedScore};
 use rayon::prelude::*;
 
 use crate::grain::least_tasks;
@@ -35,7 +35,7 @@ pub fn score_pages<T: Element>(params: ScorePages<'_, T>) -> Result<(), OpError>
         let logit = dot * scoring.scale;
         scoring.softcap.map_or(logit, |cap| cap * (logit / cap).tanh())
     };
-    let of_head = |q: &mut Vec<f32>, (at, places): (usize, &mut [f32])| {
+    let of_head = |(q, room): &mut (Vec<f32>, Vec<f32>), (at, places): (usize, &mut [f32])| {
         let (rank, table) = tables[at];
         let mut turned = None;
         for (place, &row) in places.iter_mut().zip(table) {
@@ -51,8 +51,7 @@ pub fn score_pages<T: Element>(params: ScorePages<'_, T>) -> Result<(), OpError>
                 }
                 turned = Some(entry.delta);
             }
-            let row = PageBounds::row_len(dim);
-            let of_page = &bounds[(entry.block + rank) * row..][..row];
+            let of_page = bounds.of_page(entry.block + rank, (dim, score), room);
             let heads = q.chunks_exact(dim).map(|q| finish(dot_of(q, of_page, score)));
             *place = match shared {
                 SharedScore::Sum => heads.sum(),
@@ -62,17 +61,18 @@ pub fn score_pages<T: Element>(params: ScorePages<'_, T>) -> Result<(), OpError>
     };
     let work = tables.iter().map(|(_, table)| table.len() * group * dim / LANES).sum();
     let heads = scores.par_chunks_exact_mut(width).enumerate();
-    heads.with_min_len(least_tasks(tables.len(), work)).for_each_init(Vec::new, of_head);
+    heads.with_min_len(least_tasks(tables.len(), work)).for_each_init(Default::default, of_head);
     Ok(())
 }
 
-/// Of a query and bounds [3, D].
+/// Of a query and the bounds that its score is made of.
 fn dot_of(q: &[f32], bounds: &[f32], score: PageScore) -> f32 {
-    let (least, rest) = bounds.split_at(q.len());
-    let (greatest, mean) = rest.split_at(q.len());
     match score {
-        PageScore::Mean => summed(q, mean, mean, |q, mean, _| q * mean),
-        PageScore::MinMax => summed(q, least, greatest, |q, a, b| greater(q * a, q * b)),
+        PageScore::Mean => summed(q, bounds, bounds, |q, mean, _| q * mean),
+        PageScore::MinMax => {
+            let (least, greatest) = bounds.split_at(q.len());
+            summed(q, least, greatest, |q, a, b| greater(q * a, q * b))
+        }
     }
 }
 

@@ -5,8 +5,10 @@
 #[repr(C)]
 pub(crate) struct ScorePagesParams {
     pub(crate) q: u64,
-    /// f32 [pages, 3, head_dim].
+    /// [pages, vectors, head_dim].
     pub(crate) bounds: u64,
+    /// u8 [pages], or 0.
+    pub(crate) scales: u64,
     /// i32 [N, 5].
     pub(crate) entries: u64,
     /// i32 [requests · tables + 1].
@@ -116,6 +118,6 @@ pub(crate) struct SelectPagesParams {
     pub(crate) recent: u32,
 }
 
-const _: () = assert!(size_of::<ScorePagesParams>() == 136);
+const _: () = assert!(size_of::<ScorePagesParams>() == 144);
 const _: () = assert!(size_of::<EstimatePagesParams>() == 192);
 const _: () = assert!(size_of::<SelectPagesParams>() == 56);

@@ -213,8 +213,10 @@ pub(crate) struct PageBoundsParams {
     pub(crate) held: u64,
     /// i32 [N], or 0: the numbers of blocks.
     pub(crate) rows: u64,
-    /// f32 [pages, 3, head_dim], or of keys [pages, 2, head_dim].
+    /// [pages, vectors, head_dim].
     pub(crate) bounds: u64,
+    /// u8 [pages], or 0.
+    pub(crate) scales: u64,
     /// Block numbers below this lie within the cache.
     pub(crate) blocks: i64,
     /// Rows that stand for blocks lie within bounds below this.
@@ -438,7 +440,7 @@ const _: () = assert!(size_of::<AttendParams>() == 232);
 const _: () = assert!(size_of::<TiledAttendParams>() == 384);
 const _: () = assert!(size_of::<ScoreParams>() == 256);
 const _: () = assert!(size_of::<WritePagesParams>() == 144);
-const _: () = assert!(size_of::<PageBoundsParams>() == 104);
+const _: () = assert!(size_of::<PageBoundsParams>() == 112);
 const _: () = assert!(size_of::<MergeStatesParams>() == 56);
 const _: () = assert!(size_of::<RotatedVectorsParams>() == 56);
 const _: () = assert!(size_of::<RotateRowsParams>() == 160);

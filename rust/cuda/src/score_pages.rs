@@ -1,9 +1,10 @@
 //! Launch of `score_pages.cu`.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{PageBounds, PageScore, Pairing, SharedScore};
+use kvweave_core::ops::{PageScore, Pairing, SharedScore, fp8_vectors};
 
 use crate::backend::CudaBackend;
+use crate::bounds::BoundNumbers;
 use crate::choice_params::ScorePagesParams;
 use crate::error::CudaError;
 use crate::ffi::{DeviceBuffer, Grid};
@@ -33,11 +34,10 @@ pub struct ScorePagesLaunch<'a> {
     pub kv_heads: usize,
     /// D.
     pub head_dim: usize,
-    /// f32 [pages, 3, D] or, with `keys`, [pages, 2, D] of the queries' elements, contiguous, on a
-    /// boundary of 16 bytes.
+    /// [pages, vectors, D], contiguous, on a boundary of 16 bytes.
     pub bounds: DeviceTensor,
-    /// Whether bounds are the least and greatest key alone, in 16 bits an element.
-    pub keys: bool,
+    /// What they are: `Keys` have the queries' elements.
+    pub numbers: BoundNumbers,
     /// i32 [N, 5], contiguous.
     pub entries: DeviceTensor,
     /// i32 [B·R + 1].
@@ -94,10 +94,12 @@ impl CudaBackend {
             threads: THREADS,
             shared_bytes: narrow("query heads of a KV head", shared_bytes)?,
         };
-        let kind = match call.score {
-            _ if call.keys => "keys",
-            PageScore::MinMax => "minmax",
-            PageScore::Mean => "mean",
+        let kind = match (call.numbers, call.score) {
+            (BoundNumbers::Keys, _) => "keys",
+            (BoundNumbers::F32, PageScore::MinMax) => "minmax",
+            (BoundNumbers::F32, PageScore::Mean) => "mean",
+            (BoundNumbers::Fp8 { .. }, PageScore::MinMax) => "fp8_minmax",
+            (BoundNumbers::Fp8 { .. }, PageScore::Mean) => "fp8_mean",
         };
         let name = format!("score_pages_{}_{}_{kind}", name_of(call.dtype), dim_of(call)?);
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
@@ -129,10 +131,7 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     if 2 * call.pairs > head_dim {
         return Err(CudaError::invalid("rotary_dim", head_dim, 2 * call.pairs));
     }
-    if call.keys && (call.score == PageScore::Mean || call.dtype == KvDtype::F32) {
-        let expected = "f32, which have means too";
-        return Err(CudaError::unsupported("bounds", expected, "least and greatest keys alone"));
-    }
+    expect_score(call)?;
     let tables = call.reach.map_or(1, |reach| reach.tables);
     call.q.expect("q", (requests, query_heads, head_dim))?;
     let spans = requests.saturating_mul(tables);
@@ -144,9 +143,11 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     }
     let first_rank = if call.reach.is_some() { 0 } else { call.layer.saturating_mul(kv_heads) };
     let row = call.layer * call.pairs * size_of::<f32>();
+    let pages = call.bounds.len / (call.numbers.vectors() * head_dim);
     Ok(ScorePagesParams {
         q: call.q.tensor.address,
         bounds: call.bounds.address,
+        scales: call.numbers.scales(pages)?,
         entries: call.entries.address,
         entry_offsets: call.entry_offsets.address,
         heads: call.reach.map_or(0, |reach| reach.heads.address()),
@@ -155,7 +156,7 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
         counts: call.counts.address,
         q_row_stride: long("q", call.q.row_stride)?,
         q_head_stride: long("q", call.q.head_stride)?,
-        pages: long("bounds", call.bounds.len / row_len(call.keys, head_dim))?,
+        pages: long("bounds", pages)?,
         tables: narrow("tables", tables)?,
         kv_heads: narrow("kv_heads", kv_heads)?,
         group: narrow("query heads", query_heads / kv_heads)?,
@@ -171,17 +172,17 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     })
 }
 
-/// Elements of a page's bounds.
-fn row_len(keys: bool, head_dim: usize) -> usize {
-    if keys { 2 * head_dim } else { PageBounds::row_len(head_dim) }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn keys_alone_are_two_vectors_a_page() {
-        assert_eq!([true, false].map(|keys| row_len(keys, 128)), [256, 384]);
+/// Proves that the call's score can be made of its bounds.
+fn expect_score(call: &ScorePagesLaunch<'_>) -> Result<(), CudaError> {
+    match call.numbers {
+        BoundNumbers::Keys if call.score == PageScore::Mean || call.dtype == KvDtype::F32 => {
+            let expected = "f32, which have means too";
+            Err(CudaError::unsupported("bounds", expected, "least and greatest keys alone"))
+        }
+        BoundNumbers::Fp8 { score, .. } if score != call.score => {
+            let vectors = |score| format!("{} vectors a page in fp8", fp8_vectors(score));
+            Err(CudaError::invalid("bounds", vectors(call.score), vectors(score)))
+        }
+        _ => Ok(()),
     }
 }

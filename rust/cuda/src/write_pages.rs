@@ -1,9 +1,10 @@
 //! Launches of `write_pages.cu`: the scatter, and the bounds of pages after it.
 
 use kvweave_core::KvDtype;
-use kvweave_core::ops::{KvScales, PageGeometry};
+use kvweave_core::ops::{KvScales, PageGeometry, PageScore};
 
 use crate::backend::CudaBackend;
+use crate::bounds::BoundNumbers;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
 use crate::operands::{
@@ -53,16 +54,24 @@ pub struct WritePagesLaunch<'a> {
 /// `kvweave_core::ops::PageBounds` on the device.
 #[derive(Clone, Copy, Debug)]
 pub struct BoundsLaunch {
-    /// f32 [pages, 3, D] or, with `keys`, [pages, 2, D] of the cache's elements; contiguous.
+    /// [pages, vectors, D], contiguous.
     pub values: DeviceTensor,
-    /// Whether bounds are the least and greatest key alone, in 16 bits an element.
-    pub keys: bool,
+    /// What they are: `Keys` have the cache's elements.
+    pub numbers: BoundNumbers,
     /// i32 [N, 3], contiguous.
     pub held: DeviceTensor,
     /// i32 [N]: the row that stands for each block's number; None: the number itself.
     pub rows: Option<DeviceTensor>,
     /// N.
     pub held_count: usize,
+}
+
+impl BoundsLaunch {
+    /// How many pages have a row of bounds.
+    #[must_use]
+    pub fn pages(&self, head_dim: usize) -> usize {
+        self.values.len / (self.numbers.vectors() * head_dim).max(1)
+    }
 }
 
 impl CudaBackend {
@@ -102,7 +111,9 @@ impl CudaBackend {
         let threads = call.geometry.head_dim.next_multiple_of(32).min(THREADS);
         let blocks = [blocks_of("held", pages)?, 1, 1];
         let grid = Grid { blocks, threads: narrow("head_dim", threads)?, shared_bytes: 0 };
-        let kernel = self.kernel("write_pages", &bounds_kernel_of(call.dtype, bounds.keys)?)?;
+        let dim = call.geometry.head_dim;
+        let kernel = bounds_kernel_of(call.dtype, bounds.numbers, dim)?;
+        let kernel = self.kernel("write_pages", &kernel)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
         unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
     }
@@ -139,13 +150,31 @@ fn kernel_of(call: &WritePagesLaunch<'_>) -> (String, usize) {
     (format!("write_pages_{words}"), vector)
 }
 
-/// The kernel of bounds: of a cache's elements, and whether they are keys alone.
-fn bounds_kernel_of(dtype: KvDtype, keys: bool) -> Result<String, CudaError> {
-    if keys && bytes_of(dtype) != 2 {
-        let expected = "f32, beside a cache whose elements are not of 16 bits";
-        return Err(CudaError::unsupported("bounds", expected, "least and greatest keys alone"));
-    }
-    Ok(format!("page_bounds_{}{}", name_of(dtype), if keys { "_keys" } else { "" }))
+/// The kernel of bounds: of a cache's elements, and what bounds are.
+fn bounds_kernel_of(
+    dtype: KvDtype,
+    numbers: BoundNumbers,
+    head_dim: usize,
+) -> Result<String, CudaError> {
+    let kind = match numbers {
+        BoundNumbers::Keys if bytes_of(dtype) != 2 => {
+            let expected = "f32, beside a cache whose elements are not of 16 bits";
+            return Err(CudaError::unsupported(
+                "bounds",
+                expected,
+                "least and greatest keys alone",
+            ));
+        }
+        BoundNumbers::Fp8 { .. } if head_dim > THREADS => {
+            let expected = format!("at most {THREADS}, beside bounds in fp8");
+            return Err(CudaError::unsupported("head_dim", expected, head_dim));
+        }
+        BoundNumbers::F32 => "",
+        BoundNumbers::Keys => "_keys",
+        BoundNumbers::Fp8 { score: PageScore::MinMax, .. } => "_to_fp8",
+        BoundNumbers::Fp8 { score: PageScore::Mean, .. } => "_to_fp8_mean",
+    };
+    Ok(format!("page_bounds_{}{kind}", name_of(dtype)))
 }
 
 /// Elements from a block's start to the last page of the layer.
@@ -196,8 +225,7 @@ fn bounds_params_of(
     bounds.held.expect("held", 3 * bounds.held_count)?;
     bounds.rows.map_or(Ok(()), |rows| rows.expect("rows", bounds.held_count))?;
     let first_page = call.layer * geometry.kv_heads;
-    let vectors = if bounds.keys { 2 } else { 3 };
-    let rows = bounds.values.len / (vectors * geometry.head_dim).max(1);
+    let rows = bounds.pages(geometry.head_dim);
     let described = rows.saturating_sub(first_page + geometry.kv_heads - 1);
     let within = blocks_within(geometry, last_of_layer(call), call.cache.len);
     Ok(PageBoundsParams {
@@ -205,6 +233,7 @@ fn bounds_params_of(
         held: bounds.held.address,
         rows: bounds.rows.map_or(0, |rows| rows.address),
         bounds: bounds.values.address,
+        scales: bounds.numbers.scales(rows)?,
         blocks: within,
         described: long("bounds", described)?,
         block_stride: long("block_stride", geometry.block_stride)?,
@@ -270,10 +299,10 @@ mod tests {
         let bounds = |pages: usize| {
             let values = DeviceTensor { address: 0, len: pages * 3 * 64 };
             let held = DeviceTensor { address: 0, len: 3 };
-            let of = |keys| BoundsLaunch { values, keys, held, rows: None, held_count: 1 };
-            let of = |keys| bounds_params_of(&call, &of(keys));
-            let blocks = |keys| of(keys).map(|params| params.blocks.min(params.described));
-            (blocks(false), blocks(true))
+            let of = |numbers| BoundsLaunch { values, numbers, held, rows: None, held_count: 1 };
+            let of = |numbers| bounds_params_of(&call, &of(numbers));
+            let blocks = |numbers| of(numbers).map(|params| params.blocks.min(params.described));
+            (blocks(BoundNumbers::F32), blocks(BoundNumbers::Keys))
         };
         assert_eq!([40, 50, 10, 3, 0].map(|pages| bounds(pages).0), [37, 37, 7, 0, 0].map(Ok));
         assert_eq!([40, 10, 8, 2].map(|pages| bounds(pages).1), [37, 12, 9, 0].map(Ok));
@@ -281,9 +310,22 @@ mod tests {
 
     #[test]
     fn bounds_are_keys_alone_in_16_bits_only() {
-        let kernel = |dtype, keys| bounds_kernel_of(dtype, keys).ok();
-        assert_eq!(kernel(KvDtype::Bf16, true).as_deref(), Some("page_bounds_bf16_keys"));
-        assert_eq!(kernel(KvDtype::Fp8E4m3, false).as_deref(), Some("page_bounds_fp8"));
-        assert_eq!([KvDtype::F32, KvDtype::Fp8E4m3].map(|dtype| kernel(dtype, true)), [None, None]);
+        let kernel = |dtype, numbers| bounds_kernel_of(dtype, numbers, 128).ok();
+        let keys = |dtype| kernel(dtype, BoundNumbers::Keys);
+        assert_eq!(keys(KvDtype::Bf16).as_deref(), Some("page_bounds_bf16_keys"));
+        let exact = kernel(KvDtype::Fp8E4m3, BoundNumbers::F32);
+        assert_eq!(exact.as_deref(), Some("page_bounds_fp8"));
+        assert_eq!([KvDtype::F32, KvDtype::Fp8E4m3].map(keys), [None, None]);
+    }
+
+    #[test]
+    fn bounds_in_fp8_are_a_thread_blocks() {
+        let scales = DeviceTensor { address: 0, len: 0 };
+        let kernel = |score, dim| {
+            bounds_kernel_of(KvDtype::F32, BoundNumbers::Fp8 { score, scales }, dim).ok()
+        };
+        assert_eq!(kernel(PageScore::MinMax, 256).as_deref(), Some("page_bounds_f32_to_fp8"));
+        assert_eq!(kernel(PageScore::Mean, 8).as_deref(), Some("page_bounds_f32_to_fp8_mean"));
+        assert_eq!(kernel(PageScore::MinMax, 264), None);
     }
 }

@@ -21,7 +21,8 @@ pub fn score_pages<T: Element>(params: ScorePages<'_, T>) -> Result<(), OpError>
         counts[at] = entries.len() as i32;
         for (place, &row) in scores[at * width..].iter_mut().zip(entries) {
             let entry = Entry::new(row);
-            let of_page = &bounds[(entry.block + reach.rank) * 3 * dim..][..3 * dim];
+            let mut room = Vec::new();
+            let of_page = bounds.of_page(entry.block + reach.rank, (dim, score), &mut room);
             let scale = f64::from(scoring.scale);
             let heads = (head * group..(head + 1) * group).map(|head| {
                 let q = queries.vectors.vector(request, head);
@@ -41,12 +42,12 @@ pub fn score_pages<T: Element>(params: ScorePages<'_, T>) -> Result<(), OpError>
     Ok(())
 }
 
-/// Of a query and bounds [3, D].
+/// Of a query and the bounds that its score is made of.
 fn dot_of(q: &[f64], bounds: &[f32], score: PageScore) -> f64 {
     let dim = q.len();
     let bound = |which: usize, d: usize| f64::from(bounds[which * dim + d]);
     let parts = q.iter().enumerate().map(|(d, &q)| match score {
-        PageScore::Mean => q * bound(2, d),
+        PageScore::Mean => q * bound(0, d),
         PageScore::MinMax => greater(q * bound(0, d), q * bound(1, d)),
     });
     parts.sum()

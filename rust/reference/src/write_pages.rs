@@ -1,6 +1,9 @@
 //! New keys and values into pages, and bounds of pages.
 
-use kvweave_core::ops::{Cached, Element, OpError, PageBounds, PageGeometry, WritePages};
+use kvweave_core::ops::{
+    BoundValues, Cached, Element, OpError, PageBounds, PageGeometry, WritePages, fp8_vectors,
+    round_bounds,
+};
 
 /// See [`WritePages`].
 ///
@@ -30,9 +33,10 @@ fn update_bounds<C: Element>(
     geometry: &PageGeometry,
     layer: usize,
     scale: f32,
-    PageBounds { values, held, rows }: PageBounds<'_>,
+    PageBounds { mut values, held, rows }: PageBounds<'_>,
 ) {
     let dim = geometry.head_dim;
+    let mut of_page = vec![0.0; PageBounds::row_len(dim)];
     for (i, &[block, begin, end]) in held.iter().enumerate() {
         for head in 0..geometry.kv_heads {
             let first = PageBounds::first_row(held, rows, i);
@@ -43,7 +47,17 @@ fn update_bounds<C: Element>(
                     .map(|slot| cache[element(slot)].to_f64())
                     .collect();
                 for (which, bound) in bounds_of(&keys, scale).into_iter().enumerate() {
-                    values[page * PageBounds::row_len(dim) + which * dim + d] = bound;
+                    of_page[which * dim + d] = bound;
+                }
+            }
+            match &mut values {
+                BoundValues::F32(values) => {
+                    values[page * of_page.len()..][..of_page.len()].copy_from_slice(&of_page);
+                }
+                BoundValues::Fp8(bounds) => {
+                    let row = fp8_vectors(bounds.score) * dim;
+                    let numbers = &mut bounds.numbers[page * row..][..row];
+                    bounds.scales[page] = round_bounds(bounds.score, &of_page, numbers).to_bits();
                 }
             }
         }

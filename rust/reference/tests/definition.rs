@@ -1,9 +1,9 @@
 //! The definition against index arithmetic and closed forms.
 
 use kvweave_core::ops::{
-    AttendPrefill, CopyRerotate, EdgeMass, Fp8E4m3, HeadRows, KvScales, KvView, MergeStates,
-    PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens, Scoring, StepShape,
-    StepTables, TableSpan, WritePages,
+    AttendPrefill, BoundValues, CopyRerotate, EdgeMass, Fp8E4m3, HeadRows, KvScales, KvView,
+    MergeStates, PageBounds, PageGeometry, Pairing, Queries, Reach, RopeTable, ScoreTokens,
+    Scoring, StepShape, StepTables, TableSpan, WritePages,
 };
 use kvweave_reference::{
     attend_prefill, copy_rerotate, merge_states, score_tokens, step_tables, write_pages,
@@ -215,7 +215,11 @@ fn bounds_of_a_page_by_hand() {
         values: nothing,
         slots: &[],
         reach: None,
-        bounds: Some(PageBounds { values: &mut values, held: &[[8, 2, 5]], rows: None }),
+        bounds: Some(PageBounds {
+            values: BoundValues::F32(&mut values),
+            held: &[[8, 2, 5]],
+            rows: None,
+        }),
     })
     .expect("valid params");
     let (first, second) = (8 + 2, 8 + 3);
@@ -379,7 +383,11 @@ fn scales_of_an_fp8_cache_by_hand() {
         values: HeadRows::contiguous(&rows, 1, 2, D),
         slots: &[[8, 3]],
         reach: None,
-        bounds: Some(PageBounds { values: &mut bounds, held: &[[8, 3, 4]], rows: None }),
+        bounds: Some(PageBounds {
+            values: BoundValues::F32(&mut bounds),
+            held: &[[8, 3, 4]],
+            rows: None,
+        }),
     })
     .expect("valid params");
     let at = page(8, 1) + 3 * D;

@@ -187,10 +187,11 @@ class _Budget:
             self._lay(self.room.chosen)
 
     def _lay(self, chosen: torch.Tensor) -> None:
-        bounds, means = self.bounds.values.flatten(0, 1), self.bounds.means
-        means = None if means is None else means.flatten(0, 1)
+        beside = self.bounds.scales, self.bounds.means
+        scales, means = (None if part is None else part.flatten(0, 1) for part in beside)
         host = None if self.host is None else self.host.room
-        known = self.budget, chosen, bounds, self._ranked, means, host, self._of_late
+        bounds = self.bounds.values.flatten(0, 1)
+        known = self.budget, chosen, bounds, self._ranked, scales, means, host, self._of_late
         self.room = ChosenRoom(*known)
 
     def forget(self, row: int) -> None:

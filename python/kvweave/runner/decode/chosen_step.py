@@ -30,8 +30,8 @@ class ChosenRoom:
 
     `chosen` i32 [lists + 1, heads, W, 5]: of each list and head the entries that were chosen, then
     those begun since. Of R rows each has one list, or two where rankings are late. It is a part of
-    the array of all entries; the last list is nobody's. `bounds`
-    [places · heads, 2 or 3, D], see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
+    the array of all entries; the last list is nobody's. `bounds` [places · heads, vectors, D] and
+    `scales` [places · heads]: see `KeptBounds`. `ranked` i32 [N, 5]: the entries of requests as
     `score_pages` wants them, with the row of their bounds in place of a block. `means`
     [places · heads, 2, D], beside bounds, of a budget that estimates. `host`: what brings pages
     from host memory, where the group has any, and `late` beside it what rankings leave.
@@ -41,6 +41,7 @@ class ChosenRoom:
     chosen: torch.Tensor
     bounds: torch.Tensor
     ranked: torch.Tensor
+    scales: torch.Tensor | None = None
     means: torch.Tensor | None = None
     host: HostRoom | None = None
     late: LateRoom | None = None

@@ -257,6 +257,7 @@ class ChosenTables:
             of_layer.softcap,
             choice.bounds,
             room.budget.score,
+            scales=room.scales,
         )
         ends, width = ranking.offsets, ranking.width
         return ops.score_pages(asking, room.ranked, pages, entry_offsets=ends, width=width)

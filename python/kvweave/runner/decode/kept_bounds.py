@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave import ops
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
@@ -36,7 +37,9 @@ class KeptBounds:
     The third vector, which `score_pages` takes for means, is the mean key where the budget's pages
     are ranked by it, and else 0. Where they are not, of keys of 16 bits on a GPU bounds are
     [places, heads, 2, D] in the dtype of these, a third of the bytes: the least and the greatest of
-    some numbers are two of them. `pool`: host memory where pages may lie, by entries whose block is
+    some numbers are two of them. Of an `fp8` budget they are float8_e4m3fn with `scales` uint8
+    [places, heads], as `ops.PageBounds` rounds them: [places, heads, 2, D], or of one that ranks by
+    means [places, heads, 1, D]. `pool`: host memory where pages may lie, by entries whose block is
     −1 − its number there.
 
     `means` [places, heads, 2, D], of a budget that estimates: mean keys and mean values as
@@ -51,11 +54,12 @@ class KeptBounds:
         self.heads = budget.heads
         self.pages = pages
         self.pool = pool
-        self.values, self.means = self._zeros(1)
+        self.values, self.scales, self.means = self._zeros(1)
         self._free = np.zeros(1, np.int64)
         self._ranks = torch.arange(self.heads, device=pages.device)
 
-    def _zeros(self, places: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _zeros(self, places: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Bounds, their scales and means of nothing."""
         pages, budget = self.pages, self.budget
         of_keys = pages.is_cuda and pages.element_size() == 2
 
@@ -65,9 +69,14 @@ class KeptBounds:
 
         dtype = pages.dtype if of_keys else torch.float32
         means = zeros(2, dtype) if budget.estimate else None
-        if of_keys and budget.score == "min-max":
-            return zeros(2, dtype), means
-        return zeros(3, torch.float32), means
+        by_bounds = budget.score == "min-max"
+        if budget.fp8:
+            sizes = (places, self.heads)
+            scales = torch.zeros(sizes, dtype=torch.uint8, device=pages.device)
+            return zeros(2 if by_bounds else 1, torch.float8_e4m3fn), scales, means
+        if of_keys and by_bounds:
+            return zeros(2, dtype), None, means
+        return zeros(3, torch.float32), None, means
 
     @property
     def free(self) -> Int64:
@@ -77,23 +86,25 @@ class KeptBounds:
     @property
     def nbytes(self) -> int:
         """Bytes of all places."""
-        return self.values.nbytes + (0 if self.means is None else self.means.nbytes)
+        return self.values.nbytes + sum(
+            part.nbytes for part in (self.scales, self.means) if part is not None
+        )
 
     def take(self, count: int, wanted: int) -> Int64:
         """So many places that are nobody's.
 
-        Where there are too few there is room for `wanted` afterwards, and some more: `values` and
-        `means` then are other tensors.
+        Where there are too few there is room for `wanted` afterwards, and some more: `values`,
+        `scales` and `means` then are other tensors.
         """
         if count > len(self._free):
-            values, means = self.values, self.means
-            old = len(values)
+            old = len(self.values)
             taken = old - len(self._free)
             places = max(taken + count, wanted, old + old // _SPARE)
-            self.values, self.means = self._zeros(places)
-            self.values[:old] = values
-            if self.means is not None and means is not None:
-                self.means[:old] = means
+            before = self.values, self.scales, self.means
+            self.values, self.scales, self.means = made = self._zeros(places)
+            for part, of_old in zip(made, before, strict=True):
+                if part is not None and of_old is not None:
+                    part[:old] = of_old
             self._free = np.concatenate((self._free, np.arange(old, places)))
         given, self._free = self._free[:count], self._free[count:]
         return given
@@ -105,10 +116,15 @@ class KeptBounds:
     def compute(self, rows: Int32, places: Int64) -> None:
         """Bounds of the keys that lie in the slots of entries [N, 5], at so many places."""
         away: npt.NDArray[np.bool_] = rows[:, 0] < 0
-        self._compute(rows[~away], places[~away], self._here)
+        here = ~away
+        if self.scales is not None and here.any():
+            self._round(self.pages, rows[here, :3], places[here], self.scales)
+        self._compute(rows[here], places[here], self._here)
         if self.pool is not None and away.any():
             listed = rows[away]
             home, pool = -1 - listed[:, 0], self.pool
+            if self.scales is not None:
+                self._round_away(pool, listed, places[away], self.scales)
             self._compute(listed, places[away], lambda _, some: pool.contents(home[some]))
 
     def _here(self, rows: torch.Tensor, _some: slice) -> torch.Tensor:
@@ -116,7 +132,31 @@ class KeptBounds:
         found: torch.Tensor = pages[(rows[:, :1] + self._ranks).reshape(-1)]
         return found
 
+    def _round(self, pages: torch.Tensor, held: Int32, places: Int64, scales: torch.Tensor) -> None:
+        """Bounds in e4m3 of what blocks of these pages hold, rows (block, begin, end)."""
+        at = (places * self.heads).astype(np.int32)
+        held_there, rows = send(pages.device, np.ascontiguousarray(held), at)
+        values = self.values.flatten(0, 1)
+        bounds = ops.PageBounds(values, held_there, rows, scales.flatten())
+        ops.bound_pages(pages, bounds, pages=self.heads)
+
+    def _round_away(
+        self, pool: HostPool, listed: Int32, places: Int64, scales: torch.Tensor
+    ) -> None:
+        """The same of blocks that lie in host memory, some of them at a time."""
+        at_once = max(1, _PAGES_AT_ONCE[self.pages.device.type] // self.heads)
+        for start in range(0, len(listed), at_once):
+            some = listed[start : start + at_once]
+            home = -1 - some[:, 0]
+            # The first block of pages is nobody's.
+            found = pool.contents(np.concatenate((home[:1], home)))
+            held = some[:, :3].copy()
+            held[:, 0] = self.heads * np.arange(1, len(some) + 1)
+            self._round(found, held, places[start : start + at_once], scales)
+
     def _compute(self, rows: Int32, places: Int64, pages_of: _PagesOf) -> None:
+        if self.scales is not None and self.means is None:
+            return
         device = self.pages.device
         vectors = self.heads if self.means is None else 2 * self.heads
         at_once = max(1, _PAGES_AT_ONCE[device.type] // vectors)
@@ -127,13 +167,17 @@ class KeptBounds:
             some = slice(start, start + at_once)
             pages = pages_of(sent[some], some)
             held = self._held(sent[some]) if partial[some].any() else None
-            for number, bound in enumerate(_bounds_of(pages[:, 0], held)):
-                self._put(self.values, number, at[some], bound)
-            if self.budget.score == "mean":
-                self._put(self.values, 2, at[some], _means_of(pages[:, :1], held)[:, 0])
+            if self.scales is None:
+                self._put_exact(pages, held, at[some])
             if self.means is not None:
                 for number, mean in enumerate(_finite_means_of(pages, held)):
                     self._put(self.means, number, at[some], mean)
+
+    def _put_exact(self, pages: torch.Tensor, held: torch.Tensor | None, at: torch.Tensor) -> None:
+        for number, bound in enumerate(_bounds_of(pages[:, 0], held)):
+            self._put(self.values, number, at, bound)
+        if self.budget.score == "mean":
+            self._put(self.values, 2, at, _means_of(pages[:, :1], held)[:, 0])
 
     def _put(self, to: torch.Tensor, number: int, at: torch.Tensor, vectors: torch.Tensor) -> None:
         kept = vectors.to(to.dtype).view(-1, self.heads, vectors.shape[-1])

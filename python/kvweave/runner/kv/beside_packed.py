@@ -12,6 +12,7 @@ NOT_BESIDE_PACKED = {
     "later documents": "a turn goes on in a fork, and what is found for it lies packed elsewhere",
     "pin": "it would hold exact pages alone",
     "zero_on_free": "documents wait in copies to be packed, which nobody overwrites",
+    "bounds_dtype": "packed pages have bounds of their own, in the basis that they are packed in",
     "remote": "what another machine keeps of documents are exact pages",
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""

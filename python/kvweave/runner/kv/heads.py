@@ -12,8 +12,9 @@ import torch
 
 from kvweave.always_read import RECENT_PAGES, SINK_PAGES
 from kvweave.cache import KvCache, KvRequest
-from kvweave.errors import CorruptHeadMap, Unsupported
+from kvweave.errors import CorruptHeadMap, InvalidArgument, Unsupported
 from kvweave.ops import Reach, Table
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
@@ -70,11 +71,13 @@ class HeadReads:
     read packed. `host`: memory for the pages of groups, by their numbers, that may lie there while
     a request decodes.
     `verified`: pages are chosen for guesses alone, and what stays was computed over all of them.
+    `fp8_bounds`: bounds that pages are chosen by are kept in e4m3.
 
     # Errors
     `Unsupported` for top-K heads in a layer with a sliding window of the model's own, or on a GPU
-    with a head dim that `score_pages` does not take there; `CorruptHeadMap` for heads that may not
-    read even the pages that are always read.
+    with a head dim that `score_pages` does not take there, and for `fp8_bounds` of packed pages;
+    `CorruptHeadMap` for heads that may not read even the pages that are always read;
+    `InvalidArgument` for `fp8_bounds` of no heads.
     """
 
     def __init__(
@@ -85,13 +88,14 @@ class HeadReads:
         host: Mapping[int, HostPool] | None = None,
         *,
         verified: bool = False,
+        fp8_bounds: bool = False,
     ) -> None:
         self.spec = spec
         self.verified = verified
         self.cache = cache
         self.packed = packed
         self.host = {} if host is None else host
-        self.budgets = budgets_of(cache)
+        self.budgets = budgets_of(cache, fp8=fp8_bounds)
         self.windows = [(g.recent, g.sink) if g.kind == "window" else None for g in cache.groups]
         self.uniform = self.windows == [None]
         self._page_layers: list[Table] = []
@@ -99,6 +103,9 @@ class HeadReads:
         self._whole: dict[tuple[Promoted, int], Reach] = {}
         self._layers: dict[tuple[Promoted, int], LayerHeads] = {}
         self._ranked: dict[int, list[tuple[PageBudget, list[int], list[int]]]] = {}
+        refuse_beside_packed(packed, "bounds_dtype", "fp8" if fp8_bounds else None)
+        if fp8_bounds and not self.budgets:
+            raise InvalidArgument("bounds_dtype: expected top_k heads beside fp8, got none")
         self._check_budgets()
 
     def _check_budgets(self) -> None:

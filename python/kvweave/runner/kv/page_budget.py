@@ -14,7 +14,8 @@ class PageBudget:
 
     `group`: its number. `pages` are read by each head in a decode step, ranked anew `every` so many
     steps by the `score` that `ops.BoundedPages` has by that name. `heads`: how many the group has
-    in all layers. `estimate`: the means of other pages enter attention as one term each.
+    in all layers. `estimate`: the means of other pages enter attention as one term each. `fp8`:
+    bounds are kept in e4m3.
     """
 
     group: int
@@ -23,9 +24,10 @@ class PageBudget:
     heads: int
     score: Literal["min-max", "mean"] = "min-max"
     estimate: bool = False
+    fp8: bool = False
 
 
-def budgets_of(cache: KvCache) -> list[PageBudget]:
+def budgets_of(cache: KvCache, *, fp8: bool = False) -> list[PageBudget]:
     """Those of the groups of a cache whose heads choose pages."""
     return [
         PageBudget(
@@ -35,6 +37,7 @@ def budgets_of(cache: KvCache) -> list[PageBudget]:
             group.pages,
             cast(Literal["min-max", "mean"], group.score),
             group.estimate,
+            fp8,
         )
         for number, group in enumerate(cache.groups)
         if group.kind == "top_k"

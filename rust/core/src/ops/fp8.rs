@@ -9,11 +9,12 @@ use super::element::{Element, sealed};
 #[repr(transparent)]
 pub struct Fp8E4m3(u8);
 
-/// Of NaN, the sign apart.
+/// Bits of NaN, the sign apart.
 const NAN: u8 = 0x7f;
 /// 448, the largest number.
 const LARGEST: u8 = 0x7e;
 const SIGN: u8 = 0x80;
+const NEGATIVE_NAN: u8 = NAN | SIGN;
 /// Of the smallest number with a full mantissa, 2^−6.
 const LEAST_EXPONENT: i32 = -6;
 const MANTISSA_BITS: i32 = 3;
@@ -46,6 +47,28 @@ const fn number(bits: u8) -> f32 {
 }
 
 impl Fp8E4m3 {
+    /// NaN without a sign.
+    pub const NAN: Self = Self(NAN);
+
+    /// The next greater number; NaN of the largest.
+    #[must_use]
+    pub(crate) fn above(self) -> Self {
+        match self.0 {
+            // Of both zeros it is the least number.
+            bits if bits & !SIGN == 0 => Self(1),
+            bits if bits & SIGN == 0 => Self((bits + 1).min(NAN)),
+            NEGATIVE_NAN => Self::NAN,
+            bits => Self(bits - 1),
+        }
+    }
+
+    /// The next smaller number; NaN of the smallest.
+    #[must_use]
+    pub(crate) fn below(self) -> Self {
+        let above = Self(self.0 ^ SIGN).above();
+        if above.0 == NAN { above } else { Self(above.0 ^ SIGN) }
+    }
+
     /// The number with these bits: any are one.
     #[must_use]
     pub fn from_bits(bits: u8) -> Self {
@@ -149,6 +172,21 @@ mod tests {
             let near = [middle * (1.0 - 1e-12), middle * (1.0 + 1e-12)];
             assert_eq!(near.map(rounded), [below, above]);
             assert_eq!(near.map(|x| rounded(-x)), [below | SIGN, above | SIGN]);
+        }
+    }
+
+    #[test]
+    fn neighbours_are_the_next_numbers() {
+        let mut numbers: Vec<_> = (0..=u8::MAX).map(Fp8E4m3).collect();
+        numbers.retain(|x| !x.to_f32().is_nan() && x.0 != SIGN);
+        numbers.sort_by(|a, b| a.to_f32().total_cmp(&b.to_f32()));
+        for pair in numbers.windows(2) {
+            assert_eq!((pair[0].above(), pair[1].below()), (pair[1], pair[0]));
+        }
+        assert_eq!((Fp8E4m3(SIGN).above().0, Fp8E4m3(SIGN).below().0), (1, 1 | SIGN));
+        for bits in [LARGEST, NAN, NEGATIVE_NAN] {
+            assert_eq!(Fp8E4m3(bits).above().0, NAN);
+            assert_eq!(Fp8E4m3(bits ^ SIGN).below().0, NAN);
         }
     }
 

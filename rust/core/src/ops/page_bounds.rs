@@ -1,6 +1,8 @@
 //! Summaries of pages by which a decode step chooses what to read.
 
 use super::error::{OpError, OpErrorKind, ensure, ensure_len};
+use super::fp8::Fp8E4m3;
+use super::fp8_bounds::Fp8Bounds;
 use super::geometry::PageGeometry;
 
 /// Least, greatest and mean key of a page, element by element: what min–max scores (FlexiCache,
@@ -16,15 +18,37 @@ use super::geometry::PageGeometry;
 /// f64, divided in f64 and rounded once, so every version has the same bits.
 #[derive(Debug)]
 pub struct PageBounds<'a> {
-    /// [pages, 3, D], contiguous: min, max, mean. The row of (block, layer, head) has the number of
-    /// its page in our arena, `block + layer·G + head`.
-    pub values: &'a mut [f32],
-    /// Rows `[block, begin, end]`: slots `[begin, end)` hold tokens, at least one. Every block at
-    /// most once, never the null block.
+    /// A row for each page. That of (block, layer, head) has the number of its page in our arena,
+    /// `block + layer·G + head`.
+    pub values: BoundValues<'a>,
+    /// Rows `[block, begin, end]`: slots `[begin, end)` hold tokens, at least one. Never the null
+    /// block, and every block at most once unless `rows` say where its bounds lie.
     pub held: &'a [[i32; 3]],
     /// Where bounds lie elsewhere than their pages: of each held block the row that stands for its
     /// number. Rows of different blocks do not overlap.
     pub rows: Option<&'a [i32]>,
+}
+
+/// What bounds are written to, contiguous.
+#[derive(Debug)]
+pub enum BoundValues<'a> {
+    /// [pages, 3, D]: min, max, mean.
+    F32(&'a mut [f32]),
+    /// Rounded: see [`round_bounds`](super::round_bounds).
+    Fp8(Fp8Bounds<&'a mut [Fp8E4m3], &'a mut [u8]>),
+}
+
+impl BoundValues<'_> {
+    /// How many pages have bounds in them.
+    ///
+    /// # Errors
+    /// When the length is none of whole pages.
+    pub fn pages(&self, head_dim: usize) -> Result<usize, OpError> {
+        match self {
+            Self::F32(values) => PageBounds::rows_in(values.len(), PageBounds::row_len(head_dim)),
+            Self::Fp8(bounds) => bounds.pages(head_dim),
+        }
+    }
 }
 
 impl PageBounds<'_> {
@@ -34,15 +58,27 @@ impl PageBounds<'_> {
         rows.map_or(held[i][0], |rows| rows[i]) as usize
     }
 
-    /// Elements of one page's bounds.
+    /// Elements of one page's bounds in f32.
     #[must_use]
     pub fn row_len(head_dim: usize) -> usize {
         3 * head_dim
     }
+
+    /// Rows of `row` elements in bounds of `len`.
+    ///
+    /// # Errors
+    /// When the length is none of whole rows.
+    pub fn rows_in(len: usize, row: usize) -> Result<usize, OpError> {
+        ensure(len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
+            (format!("a multiple of {row} elements"), len)
+        })?;
+        Ok(len / row.max(1))
+    }
 }
 
-/// Proves that the named slots lie in a cache of `cache_len` elements and their bounds in
-/// `values_len`, and that no page is named twice. Memory may be elsewhere, such as on a device.
+/// Proves that the named slots lie in a cache of `cache_len` elements and their bounds among those
+/// of `described` pages, and that no bounds are written twice. Memory may be elsewhere, such as on
+/// a device.
 ///
 /// # Errors
 /// An [`OpError`] that names the argument.
@@ -51,7 +87,7 @@ pub fn validate_bounds(
     geometry: &PageGeometry,
     layer: usize,
     cache_len: usize,
-    values_len: usize,
+    described: usize,
 ) -> Result<(), OpError> {
     let PageGeometry { kv_heads, block_stride, layer_stride, head_stride, .. } = *geometry;
     let paged =
@@ -59,10 +95,6 @@ pub fn validate_bounds(
     ensure(paged, OpErrorKind::Shape, "geometry", || {
         let got = (block_stride, layer_stride, head_stride);
         ("blocks, layers and heads a page apart, for bounds", format!("strides {got:?}"))
-    })?;
-    let row = PageBounds::row_len(geometry.head_dim);
-    ensure(values_len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
-        (format!("a multiple of {row} elements"), values_len)
     })?;
     let slots = geometry.page_tokens as i64;
     for &[block, begin, end] in held {
@@ -76,7 +108,8 @@ pub fn validate_bounds(
     }
     let mut blocks: Vec<i32> = held.iter().map(|row| row[0]).collect();
     blocks.sort_unstable();
-    if let Some(pair) = blocks.windows(2).find(|pair| pair[0] == pair[1]) {
+    let twice = blocks.windows(2).find(|pair| pair[0] == pair[1]);
+    if let Some(pair) = twice.filter(|_| rows.is_none()) {
         let got = format!("{} twice", pair[0]);
         return Err(OpError::new(OpErrorKind::Overlap, "held block", "every block once", got));
     }
@@ -85,10 +118,10 @@ pub fn validate_bounds(
     let last = rows.map_or(Ok(last), |rows| last_row(rows, held.len(), kv_heads))?;
     let before = layer.checked_add(1).and_then(|layers| layers.checked_mul(kv_heads));
     let pages = before.map_or(usize::MAX, |before| before.saturating_add(last as usize));
-    ensure(pages <= values_len / row, OpErrorKind::OutOfRange, "bounds", || {
-        (format!("those of at least {pages} pages"), values_len / row)
+    ensure(pages <= described, OpErrorKind::OutOfRange, "bounds", || {
+        (format!("those of at least {pages} pages"), described)
     })?;
-    geometry.check_disjoint(&blocks)
+    if rows.is_some() { Ok(()) } else { geometry.check_disjoint(&blocks) }
 }
 
 /// The last of `rows`, which have to be one for each held block, and as far apart as its heads.
@@ -102,4 +135,19 @@ fn last_row(rows: &[i32], held: usize, kv_heads: usize) -> Result<i32, OpError> 
         (format!("{kv_heads} apart"), format!("{near:?}"))
     })?;
     Ok(rows[rows.len() - 1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_block_whose_bounds_lie_elsewhere_may_be_held_several_times() {
+        let geometry = PageGeometry::arena(1, 2, 4, 8);
+        let held =
+            |rows| validate_bounds((&[[6, 0, 4], [6, 1, 2]], rows), &geometry, 0, 8 * 2 * 4 * 8, 4);
+        assert_eq!(held(Some(&[0, 2])), Ok(()));
+        assert_eq!(held(Some(&[2, 1])).expect_err("a refusal").what(), "rows of bounds");
+        assert_eq!(held(None).expect_err("a refusal").what(), "held block");
+    }
 }

@@ -19,6 +19,8 @@ const BIAS: i32 = 127;
 const MANTISSA_BITS: u32 = 23;
 /// Of 464 = 1.8125 · 2^8 in f32: the greatest that e4m3 rounds to 448, which is even.
 const GREATEST_MANTISSA: u32 = 0x0068_0000;
+/// Of 448 = 1.75 · 2^8: the greatest that e4m3 has.
+const LARGEST_MANTISSA: u32 = 0x0060_0000;
 /// Of 448 and 464.
 const EXPONENT: i32 = 8;
 const LEAST: i32 = -126;
@@ -27,9 +29,20 @@ impl PageScale {
     /// The scale of some numbers.
     #[must_use]
     pub fn of<T: Element>(numbers: &[T]) -> Self {
+        Self::up_to(numbers, GREATEST_MANTISSA)
+    }
+
+    /// The least power of two, from 2^−126 on, of which 448 is no less than any finite magnitude:
+    /// whichever way these are rounded, the result is a number.
+    #[must_use]
+    pub fn covering(numbers: &[f32]) -> Self {
+        Self::up_to(numbers, LARGEST_MANTISSA)
+    }
+
+    fn up_to<T: Element>(numbers: &[T], mantissa: u32) -> Self {
         let magnitudes = numbers.iter().map(|x| x.to_f32().abs()).filter(|x| x.is_finite());
         let bits = magnitudes.fold(0.0, f32::max).to_bits();
-        let carry = i32::from(bits & ((1 << MANTISSA_BITS) - 1) > GREATEST_MANTISSA);
+        let carry = i32::from(bits & ((1 << MANTISSA_BITS) - 1) > mantissa);
         let exponent = (bits >> MANTISSA_BITS) as i32 - BIAS - EXPONENT + carry;
         let least = LEAST.max(-T::GREATEST_EXPONENT);
         let power = exponent.clamp(least, T::GREATEST_EXPONENT - EXPONENT);

@@ -2,6 +2,8 @@
 
 use super::entries::KvView;
 use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_size};
+use super::fp8::Fp8E4m3;
+use super::fp8_bounds::{Fp8Bounds, fp8_vectors};
 use super::page_bounds::PageBounds;
 use super::queries::Queries;
 use super::scoring::Scoring;
@@ -25,6 +27,52 @@ pub enum SharedScore {
     Sum,
 }
 
+/// What bounds are read from, contiguous.
+#[derive(Clone, Copy, Debug)]
+pub enum Bounds<'a> {
+    /// [pages, 3, D]: min, max, mean.
+    F32(&'a [f32]),
+    /// Those that one score is made of.
+    Fp8(Fp8Bounds<&'a [Fp8E4m3], &'a [u8]>),
+}
+
+impl Bounds<'_> {
+    /// How many pages have bounds in them.
+    ///
+    /// # Errors
+    /// When the length is none of whole pages, or they are made for another score.
+    pub fn pages(&self, head_dim: usize, score: PageScore) -> Result<usize, OpError> {
+        match self {
+            Self::F32(values) => PageBounds::rows_in(values.len(), PageBounds::row_len(head_dim)),
+            Self::Fp8(bounds) => bounds.expect(score).and_then(|()| bounds.pages(head_dim)),
+        }
+    }
+
+    /// A page's bounds in f32: of min–max scores the least and the greatest [2, D], else the mean
+    /// [D]. Those that are not of f32 are widened into `room`.
+    #[must_use]
+    pub fn of_page<'b>(
+        &'b self,
+        page: usize,
+        (head_dim, score): (usize, PageScore),
+        room: &'b mut Vec<f32>,
+    ) -> &'b [f32] {
+        match self {
+            Self::F32(values) => {
+                let row = PageBounds::row_len(head_dim);
+                let of_page = &values[page * row..][..row];
+                let means = 2 * head_dim;
+                if score == PageScore::Mean { &of_page[means..] } else { &of_page[..means] }
+            }
+            Self::Fp8(bounds) => {
+                room.resize(fp8_vectors(score) * head_dim, 0.0);
+                bounds.widen(page, room);
+                room
+            }
+        }
+    }
+}
+
 /// How much one row of each of B requests may find in each page that its tables list, a score for
 /// each KV head.
 ///
@@ -43,8 +91,8 @@ pub struct ScorePages<'a, T> {
     pub scoring: Scoring<'a>,
     /// [B+1]: entries of request b; with a reach [B·R+1], of request b and table r at b·R + r.
     pub entry_offsets: &'a [i32],
-    /// [pages, 3, D]: min, max and mean of each page's keys, see [`PageBounds`].
-    pub bounds: &'a [f32],
+    /// Bounds of each page's keys, see [`PageBounds`].
+    pub bounds: Bounds<'a>,
     /// What a score is made of.
     pub score: PageScore,
     /// How query heads share it.
@@ -64,7 +112,7 @@ impl<T> ScorePages<'_, T> {
     /// An [`OpError`] that names the argument.
     pub fn validate(&self) -> Result<(), OpError> {
         let Self { queries, kv, scoring, entry_offsets, scores, width, counts, .. } = self;
-        let sizes = (self.bounds.len(), *width);
+        let sizes = (self.bounds.pages(kv.geometry.head_dim, self.score)?, *width);
         validate_scored(queries, kv, scoring, entry_offsets, sizes)?;
         let (requests, heads) = ((entry_offsets.len() - 1) / kv.tables(), kv.geometry.kv_heads);
         ensure_len("q rows", requests, queries.vectors.rows)?;
@@ -73,8 +121,8 @@ impl<T> ScorePages<'_, T> {
     }
 }
 
-/// Proves that rows, and the entries and pages of each request, are in range of bounds of
-/// `bounds_len` elements and of `width` scores a table. Bounds and scores may be elsewhere, such as
+/// Proves that rows, and the entries and pages of each request, are in range of bounds of so many
+/// `pages` and of `width` scores a table. Bounds and scores may be elsewhere, such as
 /// on a device; so may tables, of which then none is given.
 ///
 /// # Errors
@@ -84,16 +132,11 @@ pub fn validate_scored<T>(
     kv: &KvView<'_, ()>,
     scoring: &Scoring<'_>,
     entry_offsets: &[i32],
-    (bounds_len, width): (usize, usize),
+    (pages, width): (usize, usize),
 ) -> Result<(), OpError> {
     kv.validate(entry_offsets)?;
     queries.validate(&kv.geometry)?;
     scoring.validate(&kv.geometry, kv.scales, kv.reach)?;
-    let row = PageBounds::row_len(kv.geometry.head_dim);
-    ensure(bounds_len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
-        (format!("a multiple of {row} elements"), bounds_len)
-    })?;
-    let pages = bounds_len / row;
     for head in 0..kv.geometry.kv_heads {
         let reach = kv.head(head, scoring);
         for request in 0..(entry_offsets.len() - 1) / kv.tables() {

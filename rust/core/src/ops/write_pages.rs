@@ -53,7 +53,8 @@ impl<'a, T, C: Element> WritePages<'a, T, C> {
         let Some(bounds) = &self.bounds else { return Ok(()) };
         refuse_bounds(self.reach)?;
         let held = (bounds.held, bounds.rows);
-        validate_bounds(held, &self.geometry, self.layer, len, bounds.values.len())
+        let described = bounds.values.pages(self.geometry.head_dim)?;
+        validate_bounds(held, &self.geometry, self.layer, len, described)
     }
 
     /// Where each row and head goes.

@@ -3,8 +3,8 @@
 use crate::paged::{Backend, Case, Cpu, LAYERS, POISON, Random, Reference, World, assert_close};
 use half::{bf16, f16};
 use kvweave_core::ops::{
-    Cached, CopyRerotate, CopySource, Element, Fp8E4m3, HeadRows, KvScales, MergeStates, OpError,
-    PageBounds, PageGeometry, Reach, WritePages,
+    BoundValues, Cached, CopyRerotate, CopySource, Element, Fp8Bounds, Fp8E4m3, HeadRows, KvScales,
+    MergeStates, OpError, PageBounds, PageGeometry, PageScore, Reach, WritePages, fp8_vectors,
 };
 use proptest::prelude::*;
 
@@ -121,9 +121,8 @@ fn write<T: Element, C: Cached<T>>(case: &Case) {
     random.shuffle(&mut elsewhere);
     let moved = random.below(2) == 0 && held.len() * heads + apart <= pages;
     let elsewhere = moved.then_some(&elsewhere[..]);
-    let written = |run: fn(WritePages<'_, T, C>) -> Result<(), _>| {
+    let written = |run: fn(WritePages<'_, T, C>) -> Result<(), _>, kept: BoundValues<'_>| {
         let mut cache = world.cache.clone();
-        let mut bounds = vec![POISON; pages * 3 * dim];
         let params = WritePages {
             cache: &mut cache,
             geometry: world.geometry,
@@ -133,15 +132,32 @@ fn write<T: Element, C: Cached<T>>(case: &Case) {
             values: HeadRows::contiguous(&values, rows, heads, dim),
             slots: &slots,
             reach: None,
-            bounds: Some(PageBounds { values: &mut bounds, held: &held, rows: elsewhere }),
+            bounds: Some(PageBounds { values: kept, held: &held, rows: elsewhere }),
         };
         Result::<(), kvweave_core::ops::OpError>::expect(run(params), "valid params");
-        (cache, bounds)
+        cache
     };
-    let (cache, bounds) = written(Reference::write_pages);
-    assert!((cache, bounds.clone()) == written(Cpu::write_pages));
+    let exact = |run| {
+        let mut bounds = vec![POISON; pages * 3 * dim];
+        (written(run, BoundValues::F32(&mut bounds)), bounds)
+    };
+    let (cache, bounds) = exact(Reference::write_pages);
+    assert!((cache, bounds.clone()) == exact(Cpu::write_pages));
     let named = bounds.iter().filter(|&&x| x != POISON).count();
     assert_eq!(named, held.len() * heads * 3 * dim);
+    for score in [PageScore::MinMax, PageScore::Mean] {
+        let rounded = |run| {
+            let mut numbers = vec![Fp8E4m3::default(); pages * fp8_vectors(score) * dim];
+            let mut scales = vec![0; pages];
+            let values = Fp8Bounds { score, numbers: &mut numbers[..], scales: &mut scales[..] };
+            written(run, BoundValues::Fp8(values));
+            (numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), scales)
+        };
+        let (numbers, scales) = rounded(Reference::write_pages);
+        assert!((numbers, scales.clone()) == rounded(Cpu::write_pages));
+        // Every scale that was written is at least the least, which is no 0.
+        assert_eq!(scales.iter().filter(|&&bits| bits > 0).count(), held.len() * heads);
+    }
 }
 
 /// Two tables whose blocks have a page for each of their heads and others between; some tokens are

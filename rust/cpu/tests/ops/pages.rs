@@ -1,7 +1,8 @@
 //! Pages that a decode step reads: scored by their bounds, and the best of them selected.
 
 use kvweave_core::ops::{
-    KvView, OpError, OpErrorKind, PageScore, ScorePages, SelectPages, SharedScore,
+    Bounds, Fp8Bounds, Fp8E4m3, KvView, OpError, OpErrorKind, PageScore, ScorePages, SelectPages,
+    SharedScore, fp8_vectors, round_bounds,
 };
 use proptest::prelude::*;
 
@@ -45,10 +46,19 @@ fn bounds_of(world: &World<f32>) -> Vec<f32> {
     bounds
 }
 
+/// The same bounds as e4m3 keeps them: numbers and scales.
+fn rounded(bounds: &[f32], dim: usize, score: PageScore) -> (Vec<Fp8E4m3>, Vec<u8>) {
+    let (row, pages) = (fp8_vectors(score) * dim, bounds.len() / (3 * dim));
+    let mut numbers = vec![Fp8E4m3::default(); pages * row];
+    let of_pages = bounds.chunks_exact(3 * dim).zip(numbers.chunks_exact_mut(row));
+    let scales = of_pages.map(|(exact, kept)| round_bounds(score, exact, kept).to_bits()).collect();
+    (numbers, scales)
+}
+
 /// Scores [B, G, S] and counts [B, G].
 fn score(
     world: &World<f32>,
-    bounds: &[f32],
+    bounds: Bounds<'_>,
     kind: (PageScore, SharedScore),
     run: Score,
 ) -> Result<(Vec<f32>, Vec<i32>), OpError> {
@@ -109,12 +119,17 @@ proptest! {
         let world = world(&case);
         let bounds = bounds_of(&world);
         for kind in KINDS.into_iter().flat_map(|kind| SHARED.map(|shared| (kind, shared))) {
-            let (expected, counts) = score(&world, &bounds, kind, SCORES[0]).unwrap();
-            let (got, also) = score(&world, &bounds, kind, SCORES[1]).unwrap();
-            // Sums of as many products as an element has, rounded one by one.
-            let slack = 2e-5 * world.scale * (world.geometry.head_dim * case.group) as f32;
-            assert_close(&got, &expected, slack, "scores");
-            prop_assert_eq!(&counts, &also);
+            let dim = world.geometry.head_dim;
+            let (numbers, scales) = rounded(&bounds, dim, kind.0);
+            let fp8 = Fp8Bounds { score: kind.0, numbers: &numbers[..], scales: &scales[..] };
+            for bounds in [Bounds::F32(&bounds), Bounds::Fp8(fp8)] {
+                let (expected, counts) = score(&world, bounds, kind, SCORES[0]).unwrap();
+                let (got, also) = score(&world, bounds, kind, SCORES[1]).unwrap();
+                // Sums of as many products as an element has, rounded one by one.
+                let slack = 2e-5 * world.scale * (dim * case.group) as f32;
+                assert_close(&got, &expected, slack, "scores");
+                prop_assert_eq!(&counts, &also);
+            }
         }
     }
 
@@ -124,7 +139,8 @@ proptest! {
         let world = World { softcap: None, ..world(&case) };
         let bounds = bounds_of(&world);
         let heads = world.geometry.kv_heads;
-        let scored = |kind, shared| score(&world, &bounds, (kind, shared), SCORES[0]).unwrap();
+        let exact = Bounds::F32(&bounds);
+        let scored = |kind, shared| score(&world, exact, (kind, shared), SCORES[0]).unwrap();
         let (highest, counts) = scored(PageScore::MinMax, SharedScore::Highest);
         let (mean, _) = scored(PageScore::Mean, SharedScore::Sum);
         let width = highest.len() / counts.len();
@@ -165,7 +181,8 @@ proptest! {
         bounds[(page * 3 + if of_mean { 2 } else { 1 }) * dim] = f32::NAN;
         let kind = if of_mean { PageScore::Mean } else { PageScore::MinMax };
         for (run, shared) in SCORES.into_iter().flat_map(|run| SHARED.map(|s| (run, s))) {
-            let (scores, counts) = score(&world, &bounds, (kind, shared), run).unwrap();
+            let exact = Bounds::F32(&bounds);
+            let (scores, counts) = score(&world, exact, (kind, shared), run).unwrap();
             let first = counts.iter().position(|&count| count > 0).unwrap();
             prop_assert!(scores[first * (scores.len() / counts.len())].is_nan());
         }
@@ -307,9 +324,9 @@ fn pages_without_bounds_are_refused() {
     let bounds = bounds_of(&world);
     let kind = (PageScore::Mean, SharedScore::Sum);
     for run in SCORES {
-        let few = score(&world, &bounds[..3 * 8], kind, run).unwrap_err();
+        let few = score(&world, Bounds::F32(&bounds[..3 * 8]), kind, run).unwrap_err();
         assert_eq!((few.kind(), few.what()), (OpErrorKind::OutOfRange, "bounds"));
-        let odd = score(&world, &bounds[1..], kind, run).unwrap_err();
+        let odd = score(&world, Bounds::F32(&bounds[1..]), kind, run).unwrap_err();
         assert_eq!((odd.kind(), odd.what()), (OpErrorKind::Shape, "bounds"));
     }
 }

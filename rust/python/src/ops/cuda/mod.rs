@@ -4,7 +4,7 @@
 //! Every function follows the same steps: borrow the tensors, check them against each other, then
 //! with the lock released find the device's kernels and launch. Nothing is waited for.
 
-mod arguments;
+pub mod arguments;
 mod attend;
 pub mod attend_decode;
 pub mod attend_packed;

@@ -2,10 +2,10 @@
 
 use kvweave_core::KvDtype;
 use kvweave_core::ops::{
-    HeadRows, KvScales, KvView, OpError, PageBounds, PageGeometry, PageScore, Queries, Scoring,
-    SharedScore, validate_scored,
+    HeadRows, KvScales, KvView, OpError, PageGeometry, PageScore, Queries, Scoring, SharedScore,
+    validate_scored,
 };
-use kvweave_cuda::{DeviceReach, DeviceRows, DeviceTensor, ScorePagesLaunch};
+use kvweave_cuda::{BoundNumbers, DeviceReach, DeviceRows, DeviceTensor, ScorePagesLaunch};
 use pyo3::prelude::*;
 
 use super::arguments::{DeviceTable, Place, TablePair, extent_of, nothing, row_dtype};
@@ -39,6 +39,7 @@ pub fn score_pages_cuda(
     let tensors = Tensors {
         q: borrow("q", q)?,
         bounds: borrow("bounds", &pages.bounds)?,
+        scales: pages.scales.as_ref().map(|scales| borrow("scales", scales)).transpose()?,
         entries: DeviceTable::of("entries", &entries)?,
         offsets: DeviceTable::of("entry_offsets", &entry_offsets)?,
         scores: borrow("scores", &results.0)?,
@@ -52,6 +53,7 @@ pub fn score_pages_cuda(
 struct Tensors<'py> {
     q: Borrowed<'py>,
     bounds: Borrowed<'py>,
+    scales: Option<Borrowed<'py>>,
     entries: DeviceTable<'py>,
     offsets: DeviceTable<'py>,
     scores: Borrowed<'py>,
@@ -67,7 +69,7 @@ struct Call<'a> {
     vectors: HeadRows<'static, ()>,
     geometry: PageGeometry,
     bounds: DeviceTensor,
-    keys: bool,
+    numbers: BoundNumbers,
     entries: DeviceTensor,
     entry_offsets: DeviceTensor,
     layer: usize,
@@ -86,7 +88,8 @@ impl Tensors<'_> {
         let (q, bounds) = (&self.q.tensor, &self.bounds.tensor);
         let dtype = row_dtype("q", q)?;
         let place = Place::of("q", q)?;
-        let (geometry, keys) = pages.geometry_or_keys(bounds, dtype.into())?;
+        let (geometry, numbers) = pages.geometry(bounds, Some(dtype.into()))?;
+        let scales = self.scales.as_ref().map(|scales| &scales.tensor);
         let reach = pages.reach.as_ref().map(Py::get);
         let (rows, vectors) = place.rows("q", q)?;
         let (entries, _) = self.entries.rows::<5>("entries", &place)?;
@@ -104,6 +107,7 @@ impl Tensors<'_> {
             ("entries", &self.entries.on_device.tensor),
             ("entry_offsets", &self.offsets.on_device.tensor),
         ];
+        read.extend(scales.map(|scales| ("scales", scales)));
         let held = place.output("counts", counts, (DType::I32, &shape[..2]), &read)?;
         read.push(("counts", counts));
         let listed = self.entries.rows_on_host("entries")?;
@@ -114,7 +118,7 @@ impl Tensors<'_> {
             vectors,
             geometry,
             bounds: bounds_of(&place, bounds)?,
-            keys,
+            numbers: numbers.on_device(&place, scales, bounds.shape()[0])?,
             entries,
             entry_offsets,
             layer: count("layer", pages.layer)?,
@@ -134,8 +138,7 @@ impl Call<'_> {
     /// The core's own checks, as far as tables lie on the host: what is on the device is known by
     /// its shape alone.
     fn validate(&self) -> Result<(), OpError> {
-        let vectors = if self.keys { 2 } else { 3 };
-        let pages = self.bounds.len / (vectors * self.geometry.head_dim).max(1);
+        let pages = self.bounds.len / (self.numbers.vectors() * self.geometry.head_dim).max(1);
         let (entries, offsets) = self.on_host.unwrap_or((&[], &[0]));
         let kv = KvView {
             // Of the pages themselves only the number is looked at.
@@ -149,8 +152,7 @@ impl Call<'_> {
         // What a page's position among its request's is does not matter for its score.
         let positions = vec![0; self.vectors.rows];
         let queries = Queries { vectors: self.vectors, positions: &positions };
-        let sizes = (pages * PageBounds::row_len(self.geometry.head_dim), self.width);
-        validate_scored(&queries, &kv, &self.scoring, offsets, sizes)
+        validate_scored(&queries, &kv, &self.scoring, offsets, (pages, self.width))
     }
 
     fn run(&self, stream: u64) -> Result<(), Failure> {
@@ -167,7 +169,7 @@ impl Call<'_> {
             kv_heads: self.geometry.kv_heads,
             head_dim: self.geometry.head_dim,
             bounds: self.bounds,
-            keys: self.keys,
+            numbers: self.numbers,
             entries: self.entries,
             entry_offsets: self.entry_offsets,
             layer: self.layer,

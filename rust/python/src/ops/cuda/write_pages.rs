@@ -8,15 +8,16 @@ use super::arguments::{DeviceTable, Place, TablePair, extent_of};
 use super::device::backend;
 use crate::arguments::{count, pages_of, raised, scales_of};
 use crate::dlpack::{Borrowed, borrow};
-use crate::dtype::DType;
 use crate::failure::{Failure, call_core};
+use crate::ops::bounded_pages::NumbersOfBounds;
 use crate::reach::Reach;
 use crate::scalars::Number;
 use crate::tensor::TensorRef;
 
-/// Bounds of pages [pages, 3, D], or of keys [pages, 2, D], to bring up to date, the table of those
-/// that are, and rows of bounds that stand for blocks.
-type BoundsArguments<'py> = (Bound<'py, PyAny>, TablePair<'py>, Option<TablePair<'py>>);
+/// Bounds of pages to bring up to date, the table of those that are, rows of bounds that stand for
+/// blocks, and scales of bounds in fp8.
+type BoundsArguments<'py> =
+    (Bound<'py, PyAny>, TablePair<'py>, Option<TablePair<'py>>, Option<Bound<'py, PyAny>>);
 
 /// `stream` is the handle of the stream to run on.
 #[pyfunction]
@@ -79,7 +80,7 @@ pub fn write_pages_cuda(
             WriteSlots { geometry, layer, slots, rows, reach: in_core }.validate(cache.len)?;
         }
         if let (Some(held), Some(bounds)) = (held, bounds) {
-            validate_bounds(held, &geometry, layer, cache.len, elements_of(&bounds))?;
+            validate_bounds(held, &geometry, layer, cache.len, bounds.pages(geometry.head_dim))?;
         }
         let backend = backend(place.ordinal)?;
         let heads = reach.map(|reach| reach.on(&backend, place.ordinal)).transpose()?;
@@ -93,26 +94,21 @@ pub fn write_pages_cuda(
     })
 }
 
-/// Elements that bounds have, or would have with their means.
-fn elements_of(bounds: &BoundsLaunch) -> usize {
-    if bounds.keys { bounds.values.len / 2 * 3 } else { bounds.values.len }
-}
-
-/// Dtype and vectors of a page's bounds, unless they are keys.
-const THREE: (DType, (&str, Option<usize>)) = (DType::F32, ("3", Some(3)));
-
 type HeldRows<'a> = (&'a [[i32; 3]], Option<&'a [i32]>);
 
 struct Bounds<'py> {
     values: Borrowed<'py>,
     held: DeviceTable<'py>,
     rows: Option<DeviceTable<'py>>,
+    scales: Option<Borrowed<'py>>,
 }
 
 impl<'py> Bounds<'py> {
-    fn of((values, held, rows): &BoundsArguments<'py>) -> PyResult<Self> {
+    fn of((values, held, rows, scales): &BoundsArguments<'py>) -> PyResult<Self> {
         let rows = rows.as_ref().map(|rows| DeviceTable::of("rows", rows)).transpose()?;
-        Ok(Self { values: borrow("bounds", values)?, held: DeviceTable::of("held", held)?, rows })
+        let scales = scales.as_ref().map(|scales| borrow("scales", scales)).transpose()?;
+        let (values, held) = (borrow("bounds", values)?, DeviceTable::of("held", held)?);
+        Ok(Self { values, held, rows, scales })
     }
 
     fn launch(
@@ -132,12 +128,19 @@ impl<'py> Bounds<'py> {
             read.push(("rows", &table.on_device.tensor));
             rows = Some(table.list("rows", place)?.0);
         }
-        let values = &self.values.tensor;
-        let keys = cache.dtype.bytes() == 2 && values.dtype == cache.dtype;
-        let (dtype, vectors) = if keys { (cache.dtype, ("2", Some(2))) } else { THREE };
+        let bounds = &self.values.tensor;
+        let scales = self.scales.as_ref().map(|scales| &scales.tensor);
+        let numbers = NumbersOfBounds::of(bounds, Some(cache.dtype), scales.is_some())?;
+        let (dtype, vectors) = numbers.layout(bounds);
         let shape = [("pages", None), vectors, ("D", Some(head_dim))];
-        let values = place.output("bounds", values, (dtype, &shape), &read)?;
-        Ok(BoundsLaunch { values, keys, held, rows, held_count })
+        let values = place.output("bounds", bounds, (dtype, &shape), &read)?;
+        read.push(("bounds", bounds));
+        if let Some(scales) = scales {
+            scales.expect_writable("scales")?;
+            read.iter().try_for_each(|(name, read)| scales.expect_apart("scales", read, name))?;
+        }
+        let numbers = numbers.on_device(place, scales, bounds.shape()[0])?;
+        Ok(BoundsLaunch { values, numbers, held, rows, held_count })
     }
 
     /// Held blocks and their rows, where both are looked at here.
