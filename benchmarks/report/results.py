@@ -46,6 +46,7 @@ TITLES = {
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
+    "page_tasks": "Answers of tasks by few pages, asked for behind 256 generated tokens",
     "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
@@ -87,6 +88,7 @@ SHOWN = {"attention": " 4096 ", "packed_decode": " 16 × 32768 "}
 COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
+    "page_tasks": ("python -m benchmarks.quality.page_tasks MODEL --device cuda --record",),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
@@ -139,6 +141,7 @@ COLUMNS = {
         "KV GiB",
         "shared KV GiB",
     ),
+    "page_tasks": ("same token", "score", "more than the whole model's", "n"),
 }
 VALUE = {
     "replay": "lru",
@@ -146,6 +149,7 @@ VALUE = {
     "runner_soak": "found",
     "quality": "KL to full",
     "heads_quality": "KL to full",
+    "page_tasks": "KL to all pages",
     "head_memory": "with the map",
 }
 Cell = tuple[str, str | None]

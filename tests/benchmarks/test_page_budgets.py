@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 
 from benchmarks.quality import page_budgets
-from benchmarks.quality.page_budgets import Way, more_than, over_host, ways_of
-from kvweave.lab.profile import DecodeEffect
+from benchmarks.quality.page_budgets import (
+    Way,
+    by_share,
+    in_bounds,
+    more_than,
+    over_host,
+    ways_of,
+)
+from kvweave.lab.profile import DecodeEffect, Stability
+from kvweave.lab.profile.stability import TaskStability
 
-UNSTABLE = np.array([[True, False], [False, False]])
+OVERLAP = np.array([[0.1, 0.4], [0.6, 0.9]])
+TASK = TaskStability("text", OVERLAP[..., None], OVERLAP[None])
+STABILITY = Stability("m", 8, 40, (TASK,), {})
+"""A head in four is unstable, the first; of two in four the second is the other."""
 
 
 def classes_of(way: Way) -> list[dict[str, Any]]:
-    made = json.loads(way.heads("m", UNSTABLE, steps=40).to_json())
+    made = json.loads(way.heads(STABILITY, steps=40).to_json())
     return [entry["class"] for entry in made["heads"]]
 
 
@@ -60,6 +71,36 @@ def test_maps_are_as_a_way_says(way: Way, unstable: Any, stable: Any) -> None:
     chooses = {"kind": "top_k", "pages": 8}
     assert first == (unstable if "kind" in unstable else {**chooses, **unstable})
     assert others == [{**chooses, **stable}] * 3
+
+
+def test_the_share_of_unstable_heads_is_swept() -> None:
+    ways = by_share(8, [0.0, 0.25, 0.5, 1.0])
+    assert ways[0] == Way(8)
+    assert len(ways) == len(set(ways)) == 1 + 1 + 1 + 2 + 2
+    whole = {
+        way.share: [c["kind"] for c in classes_of(way)] for way in ways if way.unstable == "full"
+    }
+    top, full = "top_k", "full"
+    assert whole == {
+        0.25: [full, top, top, top],
+        0.0: [top] * 4,
+        0.5: [full, full, top, top],
+        1.0: [full] * 4,
+    }
+    ranked = next(way for way in ways if way.unstable == "ranked" and way.share == 0.5)
+    assert [c["rerank_every"] for c in classes_of(ranked)] == [1, 1, 16, 16]
+
+
+def test_bounds_in_fp8_stand_beside_those_that_keys_are() -> None:
+    ways = in_bounds(8, ["fp8"])
+    assert [(way.score, way.bounds) for way in ways] == [
+        ("min-max", ""),
+        ("min-max", "fp8"),
+        ("mean", ""),
+        ("mean", "fp8"),
+    ]
+    assert [way.runner_settings() for way in ways[:2]] == [{}, {"bounds_dtype": "fp8"}]
+    assert classes_of(ways[0]) == classes_of(ways[1])
 
 
 def test_pages_begun_since_a_ranking_are_counted() -> None:

@@ -23,9 +23,7 @@ def host_runner(
     """A runner of a tiny model whose heads have these classes, in turn."""
     settings = {"max_tokens": 4096, "page_tokens": PAGE, **settings}
     settings = {"progress": False, "check": False, **settings}
-    plain = Runner(
-        model, **{**settings, "max_tokens": 64, "speculate": None, "bounds_dtype": None}
-    )
+    plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None, "bounds_dtype": None})
     heads = kinds_map(plain.spec, kinds)
     over = {"host_bytes": host_bytes, "host_copies": host_copies, "host_dtype": host_dtype}
     over["host_arrivals"] = host_arrivals

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_names import cache_of
+from commands import refused
 from families import random_tokens, tiny
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 from kvweave.lab.drawing import save_stability
 from kvweave.lab.profile import HeadProfile, LengthScores, Stability, measure_stability
 from kvweave.lab.profile.page_choice import chosen_pages, overlap
-from kvweave.lab.profile.stability import WINDOW
+from kvweave.lab.profile.stability import WINDOW, TaskStability
 from kvweave.runner import Runner
 
 PAGE = 16
@@ -127,6 +128,31 @@ def test_a_quarter_of_the_heads_is_unstable(name: str) -> None:
     assert one.least[one.unstable()].min() >= one.least[~one.unstable()].max()
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**31), share=st.floats(0.0, 1.0), windows=st.integers(1, 6))
+def test_any_share_of_the_heads_may_be_unstable(seed: int, share: float, windows: int) -> None:
+    """By hand: the share that is most often among the lowest so many, then by the mean."""
+    rng = np.random.default_rng(seed)
+    by_window = rng.random((windows, 3, 4))
+    task = TaskStability("one", by_window.mean(0)[..., None], by_window)
+    found = Stability("m", 3, 20, (task,), {}).with_share(share)
+    few = round(share * 12)
+    order = [np.argsort(window.ravel(), kind="stable")[:few].tolist() for window in by_window]
+    often = [sum(head in some for some in order) for head in range(12)]
+    mean = by_window.mean(0).ravel()
+    wanted = sorted(range(12), key=lambda head: (-often[head], mean[head]))[:few]
+    assert np.flatnonzero(found.unstable()).tolist() == sorted(wanted)
+    assert found.tasks[0].unstable().tolist() == found.unstable().tolist()
+    assert found.to_dict()["shared_by_chance"] == share
+
+
+def test_a_share_of_heads_is_one() -> None:
+    found = Stability("m", 3, 20, (), {})
+    for wrong in (-0.1, 1.5, float("nan"), "half"):
+        with pytest.raises(InvalidArgument, match="unstable_share: expected"):
+            found.with_share(wrong)
+
+
 def test_heads_that_ask_nothing_always_choose_the_same_pages() -> None:
     model = tiny("llama")
     for layer in model.model.layers:
@@ -187,6 +213,18 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure_stability(runner, {"one": long}, pages=3, steps=WINDOW)
     with pytest.raises(InvalidArgument, match="pages: expected"):
         measure_stability(runner, {"one": long}, pages=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["smollm2", "--unstable-share", "1.5"], "unstable-share: expected 0..1, got 1.5"),
+        (["smollm2", "--unstable-share", ".5", "--steps", "0"], "expected --steps of at least 17"),
+        (["--scores", "a.json", "--unstable-share", ".5"], "unstable-share: expected no --scores"),
+    ],
+)
+def test_a_share_that_cannot_be_measured_is_refused(options: list[str], words: str) -> None:
+    assert words in refused("profile-heads", *options)
 
 
 def test_flags_of_evidence_are_checked() -> None:

@@ -54,6 +54,7 @@ def profile_heads(
     steps: Annotated[
         int, typer.Option(min=0, help="Decode steps whose pages are compared; 0: none.")
     ] = 128,
+    unstable_share: Annotated[float | None, typer.Option(help="Unstable ones (0.25).")] = None,
     stability_figure: Annotated[
         Path | None, typer.Option(help="Draw how pages stay to PNG, SVG or PDF.")
     ] = None,
@@ -80,6 +81,7 @@ def profile_heads(
     _check_alone("duo", duo, beside)
     _check_alone("kl", kl, {"share": share})
     _check_numbers(share, top_k, estimate)
+    _check_unstable(unstable_share, steps, {"scores": scores, "duo": duo})
     settings: dict[str, Any] = {"lengths": _lengths(lengths), "prompts": prompts, "seed": seed}
     window = sink, recent
     if model is None:
@@ -89,7 +91,7 @@ def profile_heads(
         made = _imported(pattern, _loaded(model, dtype, device)[0], window, share, threshold)
     else:
         settings["texts"], loaded = text, _loaded(model, dtype, device)
-        made = _measured(loaded, scores, window, (share, kl), steps, settings)
+        made = _measured(loaded, scores, window, (share, kl), (steps, unstable_share), settings)
     made = _ranked(made, top_k, rerank_every, estimate)
     of = model or f"model {made.model_fingerprint[:12]}"
     if stability_figure is not None:
@@ -147,6 +149,14 @@ def _check_numbers(share: float | None, top_k: int | None, estimate: bool) -> No
         raise InvalidArgument("estimate: expected --top-k with it, got none")
     if share is not None and not 0.0 <= share <= 1.0:
         raise InvalidArgument(f"share: expected 0..1, got {share}")
+
+
+def _check_unstable(share: float | None, steps: int, others: Mapping[str, object]) -> None:
+    _check_alone("unstable-share", share, others)
+    if share is not None and not 0.0 <= share <= 1.0:
+        raise InvalidArgument(f"unstable-share: expected 0..1, got {share}")
+    if share is not None and not steps:
+        raise InvalidArgument("unstable-share: expected --steps of at least 17 with it, got 0")
 
 
 def _ranked(made: HeadClassMap, pages: int | None, every: int, estimate: bool) -> HeadClassMap:
@@ -225,12 +235,13 @@ def _measured(
     scores: Path | None,
     window: tuple[int | None, int | None],
     wanted: tuple[float | None, float | None],
-    steps: int,
+    stability: tuple[int, float | None],
     settings: dict[str, Any],
 ) -> HeadClassMap:
     """Profiles the model, or takes an earlier profile; chooses heads, and measures what that does.
 
-    `wanted`: a share, or a bound on KL. `steps`: how many decode steps tell which heads are stable.
+    `wanted`: a share, or a bound on KL. `stability`: how many decode steps tell which heads are
+    stable, and which share of them is not.
     `settings`: those of `kvweave.lab.profile.profile_heads`; no texts: its own.
     """
     from dataclasses import asdict
@@ -248,7 +259,7 @@ def _measured(
     from kvweave.runner.model.model_spec import describe
 
     def make_runner(heads: HeadClassMap | None) -> Runner:
-        room = longest + max(64, steps)
+        room = longest + max(64, stability[0])
         return Runner(*loaded, max_tokens=room, heads=heads, check=heads is None)
 
     settings = {**settings, "texts": settings["texts"] or DEFAULT_TEXTS}
@@ -270,8 +281,8 @@ def _measured(
     if earlier is None:
         found = measure(whole, **kept, **settings)
         after = {**kept, "seed": seed}
-        stability = _stability(whole, texts, longest, steps, after).to_dict() if steps else None
-        earlier = RecordedScores(found, stability)
+        changes = _stability(whole, texts, longest, stability, after)
+        earlier = RecordedScores(found, None if changes is None else changes.to_dict())
     del whole
     meter = EffectMeter(make_runner, beside)
     share, kl = wanted
@@ -286,14 +297,25 @@ def _measured(
 
 
 def _stability(
-    runner: Runner, texts: Sequence[str], length: int, steps: int, settings: dict[str, int]
-) -> Stability:
-    """How stable heads are behind prompts of a length, made as the profile's are."""
+    runner: Runner,
+    texts: Sequence[str],
+    length: int,
+    asked: tuple[int, float | None],
+    settings: dict[str, int],
+) -> Stability | None:
+    """How stable heads are behind prompts of a length, made as the profile's are; None: not asked.
+
+    `asked`: decode steps, and the share of unstable heads, None for the usual one.
+    """
     from kvweave.lab.profile import measure_stability, text_tasks
 
+    steps, share = asked
+    if not steps:
+        return None
     tasks = text_tasks(runner, texts, length, **settings)
     pages = max(1, min(PAGES, length // runner.cache.shape.page_tokens // PART))
-    return measure_stability(runner, tasks, pages=pages, steps=steps)
+    found = measure_stability(runner, tasks, pages=pages, steps=steps)
+    return found if share is None else found.with_share(share)
 
 
 def _earlier(path: Path, model: Any) -> RecordedScores:
@@ -354,7 +376,8 @@ def _words(evidence: dict[str, Any]) -> list[str]:
         pairs = [shared[i][j] for i in range(len(names)) for j in range(i)]
         alike = f"; two tasks share {sum(pairs) / len(pairs):.0%} of them" if pairs else ""
         said.append(
-            f"unstable: the quarter of heads whose {found['pages']} pages changed most within 16 "
-            f"of {found['steps']} decode steps{alike} (by chance {found['shared_by_chance']:.0%})"
+            f"unstable: {found['shared_by_chance']:.3g} of heads, whose {found['pages']} pages "
+            f"changed most within 16 of {found['steps']} decode steps{alike} "
+            f"(by chance {found['shared_by_chance']:.3g})"
         )
     return said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave import __version__
-from kvweave.arguments import whole
+from kvweave.arguments import real, whole
 from kvweave.errors import InvalidArgument
 from kvweave.lab.profile.attention_reach import pages_of
 from kvweave.lab.profile.head_profile import UNSTABLE_SHARE, Flags
@@ -33,31 +33,43 @@ class TaskStability:
     """What the prompts of one task showed, of L × G heads.
 
     `overlap` f64 [L, G, W]: random-corrected overlap of a step's pages with those 1 to W steps
-    later, the mean over steps and prompts. `least` i64 [L, G]: of `windows` windows, in how many a
-    head was among the quarter whose pages changed most.
+    later, the mean over steps and prompts. `by_window` f64 [S, L, G]: the mean over offsets of each
+    of S windows. `unstable_share`: of all heads, how many are called unstable.
     """
 
     task: str
     overlap: Scores
-    least: npt.NDArray[np.int64]
-    windows: int
+    by_window: Scores
+    unstable_share: float = UNSTABLE_SHARE
+
+    @property
+    def windows(self) -> int:
+        """S."""
+        return len(self.by_window)
 
     @property
     def stability(self) -> Scores:
         """The mean over offsets, f64 [L, G]."""
         return np.asarray(self.overlap.mean(-1))
 
+    @property
+    def least(self) -> npt.NDArray[np.int64]:
+        """In how many windows a head was among those whose pages changed most, i64 [L, G]."""
+        few = round(self.unstable_share * self.stability.size)
+        least = np.sum([top(-window, few) for window in self.by_window], axis=0)
+        return np.asarray(least, np.int64)
+
     def unstable(self) -> Flags:
-        """The quarter that was among the least stable most often, bool [L, G] (section 2.3).
+        """The share that was among the least stable most often, bool [L, G] (section 2.3).
 
         Of heads that were so equally often, those of less overlap.
         """
-        return _most_often(self.least, self.stability)
+        return _most_often(self.least, self.stability, self.unstable_share)
 
 
-def _most_often(least: npt.NDArray[np.int64], stability: Scores) -> Flags:
+def _most_often(least: npt.NDArray[np.int64], stability: Scores, share: float) -> Flags:
     # Overlap lies between 0 and 1, so it tells apart none but equals.
-    return top(least - stability / 2, round(UNSTABLE_SHARE * least.size))
+    return top(least - stability / 2, round(share * least.size))
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,8 @@ class Stability:
     """How stable the heads of a model are, task by task.
 
     `pages`: how many a head chooses. `steps`: decode steps of a prompt. `subject`: what else
-    decides the figures, as plain data.
+    decides the figures, as plain data. `unstable_share`: of all heads, how many are called
+    unstable.
     """
 
     model_fingerprint: str
@@ -73,6 +86,17 @@ class Stability:
     steps: int
     tasks: tuple[TaskStability, ...]
     subject: Mapping[str, Any]
+    unstable_share: float = UNSTABLE_SHARE
+
+    def with_share(self, unstable_share: float) -> Stability:
+        """The same figures, and so many of the heads called unstable.
+
+        # Errors
+        `InvalidArgument` for a share outside 0..1.
+        """
+        share = real("unstable_share", unstable_share, 0.0, 1.0)
+        tasks = tuple(replace(task, unstable_share=share) for task in self.tasks)
+        return replace(self, tasks=tasks, unstable_share=share)
 
     @property
     def overlap(self) -> Scores:
@@ -80,9 +104,9 @@ class Stability:
         return np.asarray(np.mean([task.overlap for task in self.tasks], axis=0))
 
     def unstable(self) -> Flags:
-        """The unstable quarter over the windows of all tasks, bool [L, G]."""
+        """The unstable share of heads over the windows of all tasks, bool [L, G]."""
         least = np.sum([task.least for task in self.tasks], axis=0)
-        return _most_often(least, self.overlap.mean(-1))
+        return _most_often(least, self.overlap.mean(-1), self.unstable_share)
 
     def shared(self) -> Scores:
         """The share of unstable heads that two tasks have in common, f64 [tasks, tasks]."""
@@ -97,7 +121,7 @@ class Stability:
             "steps": self.steps,
             "tasks": [task.task for task in self.tasks],
             "shared_by_tasks": rounded(self.shared()),
-            "shared_by_chance": UNSTABLE_SHARE,
+            "shared_by_chance": self.unstable_share,
             "overlap_by_offset": rounded(self.overlap),
             "unstable": self.unstable().tolist(),
         }
@@ -134,17 +158,20 @@ def measure_stability(
     *,
     pages: int = 64,
     steps: int = 128,
+    unstable_share: float = UNSTABLE_SHARE,
 ) -> Stability:
     """Decodes greedily behind the prompts of each task and compares the pages of its steps.
 
     `tasks`: prompts of token ids by name. Every head reads everything while it decodes; `pages` is
     how many of them each would choose at each step. Sets are compared over windows of 16 steps.
+    `unstable_share` of the heads are called unstable.
 
     # Errors
     `InvalidArgument` for no tasks, a task without prompts, `steps` that no window fits, and a
-    prompt with no more than `pages` pages, of which every choice would be all; `PoolFull` where the
-    arena is too small.
+    prompt with no more than `pages` pages, of which every choice would be all, or a share outside
+    0..1; `PoolFull` where the arena is too small.
     """
+    share = real("unstable_share", unstable_share, 0.0, 1.0)
     whole("pages", pages, 1)
     whole("steps", steps, WINDOW + 1)
     page_tokens = runner.cache.shape.page_tokens
@@ -169,15 +196,14 @@ def measure_stability(
         "page_tokens": page_tokens,
         "window": WINDOW,
     }
-    return Stability(runner.spec.fingerprint, pages, steps, made, subject)
+    found_of = Stability(runner.spec.fingerprint, pages, steps, made, subject)
+    return found_of.with_share(share)
 
 
 def _task(name: str, prompts: Sequence[Scores]) -> TaskStability:
     """Of overlaps [S, L, G, W] a prompt."""
     windows = np.concatenate(prompts)
-    few = round(UNSTABLE_SHARE * windows[0, :, :, 0].size)
-    least = np.sum([top(-window.mean(-1), few) for window in windows], axis=0)
-    return TaskStability(name, windows.mean(0), least.astype(np.int64), len(windows))
+    return TaskStability(name, windows.mean(0), windows.mean(-1))
 
 
 def _windows(runner: Runner, prompt: list[int], pages: int, steps: int) -> Scores:
