@@ -102,3 +102,11 @@ pub(crate) fn ensure_size(what: &'static str, sizes: &[usize], got: usize) -> Re
         (format!("{expected} elements"), got)
     })
 }
+
+/// How many rows of `row` elements a tensor of `got` has, which must be whole ones.
+pub(crate) fn ensure_rows(what: &'static str, row: usize, got: usize) -> Result<usize, OpError> {
+    ensure(got.is_multiple_of(row), OpErrorKind::Shape, what, || {
+        (format!("a multiple of {row} elements"), got)
+    })?;
+    Ok(got / row.max(1))
+}

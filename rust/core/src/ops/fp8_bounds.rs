@@ -1,11 +1,10 @@
 //! Bounds of pages in e4m3 numbers, which stay bounds.
 
 use super::element::Element;
-use super::error::{OpError, OpErrorKind, ensure, ensure_size};
+use super::error::{OpError, OpErrorKind, ensure, ensure_rows, ensure_size};
 use super::fp8::Fp8E4m3;
-use super::page_bounds::PageBounds;
 use super::page_scale::PageScale;
-use super::score_pages::PageScore;
+use super::page_score::PageScore;
 
 /// Rows of bounds in e4m3: `N` and `S` are slices, mutable ones where bounds are written.
 ///
@@ -29,7 +28,7 @@ impl<N: AsRef<[Fp8E4m3]>, S: AsRef<[u8]>> Fp8Bounds<N, S> {
     /// When numbers and scales do not belong together.
     pub fn pages(&self, head_dim: usize) -> Result<usize, OpError> {
         let row = fp8_vectors(self.score) * head_dim;
-        let pages = PageBounds::rows_in(self.numbers.as_ref().len(), row)?;
+        let pages = ensure_rows("bounds", row, self.numbers.as_ref().len())?;
         ensure_size("scales of bounds", &[pages], self.scales.as_ref().len())?;
         Ok(pages)
     }
@@ -118,7 +117,6 @@ fn rounded(x: f32, factor: f32, way: Way) -> Fp8E4m3 {
 
 #[cfg(test)]
 mod tests {
-    use super::super::page_bounds::BoundValues;
     use super::*;
 
     /// Least and greatest of one element of a page, as they come back.
@@ -189,9 +187,6 @@ mod tests {
     #[test]
     fn bounds_are_of_whole_pages() {
         let dim = 8;
-        let mut torn = vec![0.0; 3 * dim + 1];
-        let error = BoundValues::F32(&mut torn).pages(dim).expect_err("a refusal");
-        assert_eq!((error.kind(), error.what()), (OpErrorKind::Shape, "bounds"));
         let (numbers, scales) = (vec![Fp8E4m3::default(); 4 * dim], [0u8; 4]);
         let of = |score, pages: usize| Fp8Bounds {
             score,

@@ -32,6 +32,7 @@ mod pack_pages;
 mod packed_format;
 mod page_bounds;
 mod page_scale;
+mod page_score;
 mod page_spans;
 mod planes;
 mod queries;
@@ -74,6 +75,7 @@ pub use pack_pages::{Pack, PackPages, Packs, UnpackPages};
 pub use packed_format::{PackedFormat, PackedKind};
 pub use page_bounds::{BoundValues, PageBounds, validate_bounds};
 pub use page_scale::PageScale;
+pub use page_score::PageScore;
 pub use page_spans::{PageSpan, page_spans};
 pub use planes::{
     CHANNELS_TOGETHER, PLANE_BITS, PlaneWidths, PlanesPage, PlanesSide, largest_code, plane_code,
@@ -85,7 +87,7 @@ pub use recycle_pages::{NO_PAGE, RecyclePages};
 pub use rope::{Pairing, RopeTable};
 pub use rotate_rows::{RotateRows, validate_turns};
 pub use scales::{Cached, KvScales};
-pub use score_pages::{Bounds, PageScore, ScorePages, SharedScore, validate_scored};
+pub use score_pages::{Bounds, ScorePages, SharedScore, validate_scored};
 pub use score_tokens::{EdgeMass, ScoreTokens};
 pub use scoring::Scoring;
 pub use select_pages::SelectPages;

@@ -1,6 +1,6 @@
 //! Summaries of pages by which a decode step chooses what to read.
 
-use super::error::{OpError, OpErrorKind, ensure, ensure_len};
+use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_rows};
 use super::fp8::Fp8E4m3;
 use super::fp8_bounds::Fp8Bounds;
 use super::geometry::PageGeometry;
@@ -45,7 +45,7 @@ impl BoundValues<'_> {
     /// When the length is none of whole pages.
     pub fn pages(&self, head_dim: usize) -> Result<usize, OpError> {
         match self {
-            Self::F32(values) => PageBounds::rows_in(values.len(), PageBounds::row_len(head_dim)),
+            Self::F32(values) => ensure_rows("bounds", PageBounds::row_len(head_dim), values.len()),
             Self::Fp8(bounds) => bounds.pages(head_dim),
         }
     }
@@ -62,17 +62,6 @@ impl PageBounds<'_> {
     #[must_use]
     pub fn row_len(head_dim: usize) -> usize {
         3 * head_dim
-    }
-
-    /// Rows of `row` elements in bounds of `len`.
-    ///
-    /// # Errors
-    /// When the length is none of whole rows.
-    pub fn rows_in(len: usize, row: usize) -> Result<usize, OpError> {
-        ensure(len.is_multiple_of(row), OpErrorKind::Shape, "bounds", || {
-            (format!("a multiple of {row} elements"), len)
-        })?;
-        Ok(len / row.max(1))
     }
 }
 
@@ -140,6 +129,13 @@ fn last_row(rows: &[i32], held: usize, kv_heads: usize) -> Result<i32, OpError> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bounds_are_of_whole_pages() {
+        let mut torn = vec![0.0; 3 * 8 + 1];
+        let error = BoundValues::F32(&mut torn).pages(8).expect_err("a refusal");
+        assert_eq!((error.kind(), error.what()), (OpErrorKind::Shape, "bounds"));
+    }
 
     #[test]
     fn a_block_whose_bounds_lie_elsewhere_may_be_held_several_times() {

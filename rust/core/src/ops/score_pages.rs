@@ -1,22 +1,13 @@
 //! Params of `score_pages`.
 
 use super::entries::KvView;
-use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_size};
+use super::error::{OpError, OpErrorKind, ensure, ensure_len, ensure_rows, ensure_size};
 use super::fp8::Fp8E4m3;
 use super::fp8_bounds::{Fp8Bounds, fp8_vectors};
 use super::page_bounds::PageBounds;
+use super::page_score::PageScore;
 use super::queries::Queries;
 use super::scoring::Scoring;
-
-/// What a page's score is made of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum PageScore {
-    /// No key of the page scores higher: `Σ_d max(q_d · min_d, q_d · max_d)` (Quest; FlexiCache,
-    /// section 3.2).
-    MinMax,
-    /// What the page's mean key scores (MosaicKV, section 5.1).
-    Mean,
-}
 
 /// How the scores of the query heads that share a KV head become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +34,7 @@ impl Bounds<'_> {
     /// When the length is none of whole pages, or they are made for another score.
     pub fn pages(&self, head_dim: usize, score: PageScore) -> Result<usize, OpError> {
         match self {
-            Self::F32(values) => PageBounds::rows_in(values.len(), PageBounds::row_len(head_dim)),
+            Self::F32(values) => ensure_rows("bounds", PageBounds::row_len(head_dim), values.len()),
             Self::Fp8(bounds) => bounds.expect(score).and_then(|()| bounds.pages(head_dim)),
         }
     }
