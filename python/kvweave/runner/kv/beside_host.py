@@ -42,7 +42,7 @@ def check_host(
 
 
 def arrivals_of(host_arrivals: str | None, speculate: int | None) -> str:
-    """How pages arrive: as asked, else late, but exactly beside drafts, whose verifications wait."""
+    """How pages arrive: as asked, else late, but exactly beside drafts: verifications wait."""
     return host_arrivals or ("late" if speculate is None else "exact")
 
 
