@@ -113,9 +113,10 @@ impl<'a> Rows<'a> {
     /// Nobody else has the page at the same time.
     unsafe fn put(&self, page: usize, bounds: &[f32]) {
         match self {
-            // SAFETY: the caller's promise.
             Self::F32(values) => {
-                unsafe { values.piece(page * bounds.len(), bounds.len()) }.copy_from_slice(bounds)
+                // SAFETY: the caller's promise.
+                let row = unsafe { values.piece(page * bounds.len(), bounds.len()) };
+                row.copy_from_slice(bounds);
             }
             Self::Fp8(score, numbers, scales) => {
                 let row = fp8_vectors(*score) * bounds.len() / 3;
