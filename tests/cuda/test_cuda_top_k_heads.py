@@ -44,7 +44,7 @@ def captured(runner: Runner) -> dict[tuple[int, ...], bool]:
     graphs = runner._decoder.graphs
     assert graphs is not None
     assert graphs.capturable
-    return {key[-1]: size.graph is not None for key, size in graphs._sizes.items()}
+    return {key[-1][0]: size.graph is not None for key, size in graphs._sizes.items()}
 
 
 @pytest.mark.parametrize("kinds", KINDS)
