@@ -44,12 +44,13 @@ def test_each_way_is_one_thing_otherwise() -> None:
     over = over_host(8, ["exact", "fp8"])
     settings = [way.runner_settings() for way in over]
     assert all(asked.pop("host_bytes") > 0 for asked in settings)
-    assert settings == [{}, {"host_dtype": "fp8"}]
+    exact = {"host_arrivals": "exact"}
+    assert settings == [exact, {**exact, "host_dtype": "fp8"}]
     assert {json.dumps(classes_of(way)) for way in over} == {maps[0]}
     assert ways[0].runner_settings() == {}
     late = over_host(8, ["exact", "late"])
     assert [way.estimate for way in late] == [False, False, True, True]
-    assert [way.runner_settings().get("host_arrivals") for way in late] == 2 * [None, "late"]
+    assert [way.runner_settings().get("host_arrivals") for way in late] == 2 * ["exact", "late"]
 
 
 @pytest.mark.parametrize(

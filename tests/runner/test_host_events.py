@@ -46,8 +46,8 @@ ROWS = 6
 TEXTS = 5
 WEIGHTS = {
     "cache": 5,
-    "come": 5,
-    "grow": 20,
+    "come": 7,
+    "grow": 28,
     "take back": 6,
     "begin": 6,
     "mirror": 6,
@@ -270,7 +270,7 @@ class World:
         before = life.host.count
         if not before:
             return "of the device"
-        life.host.spill(life.full)
+        self.spill(life)
         self.slots.follow(life.row, life.host)
         if life.lost:
             return "given up"

@@ -86,10 +86,10 @@ def test_few_pages_are_another_answer_than_all(llama: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         move = ops.move_pages
 
-        def counted(moves: Any, count: Any, *sides: Any, way: Any) -> None:
+        def counted(moves: Any, count: Any, *sides: Any, way: Any, **named: Any) -> None:
             if way == "fetch":
                 fetched.append(int(count[0]))
-            move(moves, count, *sides, way=way)
+            move(moves, count, *sides, way=way, **named)
 
         patch.setattr(ops, "move_pages", counted)
         logits_of_steps(host, tokens, 13)

@@ -30,9 +30,9 @@ class Copies:
         self.aside = self.before = 0
         carry, begin = HostPool.carry_blocks, HostPool.copy_aside
 
-        def carried(pool: HostPool, here: Any, home: Any, way: Any, room: Any = None) -> None:
+        def carried(pool: HostPool, here: Any, home: Any, way: Any, *given: Any) -> None:
             self.before += len(home) * (way == "spill")
-            carry(pool, here, home, way, room)
+            carry(pool, here, home, way, *given)
 
         def begun(pool: HostPool, here: Any, home: Any) -> Any:
             self.aside += len(home)

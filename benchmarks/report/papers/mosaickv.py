@@ -21,7 +21,7 @@ CLAIMS = (
         "strategies by segment bring it to 98 %",
         "another measure: KL to exact pages, SmolLM2-135M, a quarter of the blocks read: the same "
         "quarter of the channels of all vectors in bf16 {}; in the text's own basis {}; chosen in "
-        "each vector {}; strategies by loss, in 1.4 times the bytes, {}; INT4 pages {}; half of "
+        "each vector {}; strategies by loss, in more bytes, {}; INT4 pages {}; half of "
         "each vector in four bits, one basis for the model {}",
         tuple(
             packed(f"{way}, a quarter of blocks")
