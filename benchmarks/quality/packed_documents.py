@@ -11,7 +11,6 @@ in FILE is not measured again.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.quality.measured_file import keep, kept
 from benchmarks.report.record import machine
 from kvweave import models
 from kvweave.lab.eval.corpus import corpus_of
@@ -160,14 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibrated", type=int, default=2048, help="tokens of shared bases")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    record: dict[str, Any] = {}
-    if asked.out.exists():
-        record = json.loads(asked.out.read_text(encoding="utf-8"))
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    for which in measure(record, asked):
-        # What is measured is kept, should a long run be broken off.
-        asked.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(which, flush=True)
+    record = kept(asked.out)
+    keep(asked.out, record, measure(record, asked))
     print("\n".join(table(record)))
 
 

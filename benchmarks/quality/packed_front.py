@@ -17,9 +17,7 @@ a row reads, of the packed blocks, those whose mean key scores highest, a quarte
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
@@ -28,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.quality.measured_file import keep, kept
 from benchmarks.quality.packed_arithmetic import PAGE
 from benchmarks.quality.packed_bases import Moments
 from benchmarks.quality.packed_chart import save_chart, table
@@ -128,13 +127,12 @@ class Bench:
         middle = slice(SINK, SINK + packed_tokens(kv.shape[2]))
         packed: dict[Way, tuple[torch.Tensor, float]] = {}
         some: list[Way] = []
-        for way in sorted(ways, key=lambda way: replace(way, name="", blocks=1.0).__repr__()):
-            alike = replace(way, name="", blocks=1.0)
-            if alike not in packed:
+        for way in sorted(ways, key=lambda way: repr(way.packing)):
+            if way.packing not in packed:
                 if len(packed) == self.reader.batch:
                     yield some, *self._reads(kv, some, packed)
                     packed, some = {}, []
-                packed[alike] = self.packed(kv[:, :, middle].contiguous(), way, own)
+                packed[way.packing] = self.packed(kv[:, :, middle].contiguous(), way, own)
             some.append(way)
         yield some, *self._reads(kv, some, packed)
 
@@ -146,7 +144,7 @@ class Bench:
     ) -> tuple[list[Read], dict[str, float]]:
         reads, sizes = [], {}
         for way in ways:
-            made, size = packed[replace(way, name="", blocks=1.0)]
+            made, size = packed[way.packing]
             end = SINK + made.shape[2]
             reads.append(Read(torch.cat((kv[:, :, :SINK], made, kv[:, :, end:]), 2), way.blocks))
             sizes[way.name] = size
@@ -174,11 +172,6 @@ def bytes_of(way: Way, head_dim: int) -> dict[str, float]:
     pages, basis = way.page_bytes(head_dim), way.basis_bytes(head_dim)
     return {"pages": pages, "with basis, 832 tokens": pages + basis / 832,
             "with basis, 64K tokens": pages + basis / 65536, "blocks": way.blocks}  # fmt: skip
-
-
-def kept(path: Path) -> dict[str, Any]:
-    """What a file holds."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"texts": []}
 
 
 def left(done: Sequence[Mapping[str, Any]], by: str, number: int) -> dict[int, list[Way]]:
@@ -242,15 +235,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if asked.length <= SINK + RECENT or (asked.length - SINK - RECENT) % PAGE:
         parser.error(f"--length: expected {SINK + RECENT} and whole pages of {PAGE} tokens more")
-    record = kept(asked.out)
+    record = {"texts": []} | kept(asked.out)
     todo = [left(record["texts"], "text", asked.texts)]
     todo += [left(record.get("tasks", {}).get(task, []), "sample", asked.samples) for task in TASKS]
     if any(todo):
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        for which in measure(record, asked):
-            # What is measured is kept, should a long run be broken off.
-            asked.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
-            print(which, flush=True)
+        keep(asked.out, record, measure(record, asked))
     print("\n".join(table(record)))
     if asked.figure is not None:
         save_chart(asked.figure, record)

@@ -42,6 +42,11 @@ class Way:
     blocks: float = 1.0
     """Of the packed blocks, the share that a row and KV head reads: those of the highest score."""
 
+    @property
+    def packing(self) -> Way:
+        """What is packed, whatever it is called and however much of it is read."""
+        return replace(self, name="", blocks=1.0)
+
     def format(self, head_dim: int) -> ops.PackedFormat | None:
         """The pages of this way, if there are any."""
         if self.kind == "codes" and self.bits in (4, 8):

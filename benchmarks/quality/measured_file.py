@@ -1,0 +1,22 @@
+"""Files of what is measured: a long run that is broken off goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where there is none."""
+    held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return held
+
+
+def keep(path: Path, record: Mapping[str, Any], measured: Iterable[object]) -> None:
+    """Writes the record behind each thing that is measured of it, and says which that was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for which in measured:
+        path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(which, flush=True)
