@@ -16,59 +16,50 @@ that it lacks.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from benchmarks.soak.asked import DOCUMENTS, Asked, Author, document
-from benchmarks.soak.log_watch import LogWatch
-from benchmarks.soak.memory import MIB, Memory
+from benchmarks.soak.asked import DOCUMENTS, Asked, document
 from benchmarks.vllm import soak_far
-from benchmarks.vllm.device import has_gpu, prepare
+from benchmarks.vllm.device import prepare
 from benchmarks.vllm.found import lines, say
 from benchmarks.vllm.soak_checks import left_behind, metric_complaints
 from benchmarks.vllm.soak_compare import Comparison
-from benchmarks.vllm.soak_engine import (
-    REQUESTS,
-    Steps,
-    engine,
-    lines_of,
-    said,
-    sampling,
-    written,
+from benchmarks.vllm.soak_engine import Steps, engine, lines_of, written
+from benchmarks.vllm.soak_load import (
+    ABORT,
+    RESET,
+    MixedLoad,
+    answered_alone,
+    request_of,
+    watched,
 )
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import PoolFull
 
-DRAIN_S = 3.0
-ABORT, RESET, CHANGE = 0.03, 0.01, 0.04
-"""Chances, in a step: a request is aborted, prefix caches are reset, a document goes and comes."""
+CHANGE = 0.04
+"""Chance, in a step, that a document goes and another comes."""
 EVENTS = ("preempted", "aborted", "reset", "put", "dropped", "brought", "evicted", "stopped")
 EVENTS += ("second turns",)
 """What must have happened in a soak: it takes up to four times its time for that."""
 
 
-class Load:
-    """A load on an engine; what ended is written to `path`, one JSON object a line."""
+class Load(MixedLoad):
+    """A load that has documents come and go."""
+
+    events, patience, drain_s = EVENTS, 2, 3.0
 
     def __init__(self, llm: Any, seed: int, path: Path) -> None:
-        self.llm, self.engine, self.path = llm, llm.llm_engine, path
+        super().__init__(llm, seed, path)
         self.base = KnowledgeBase(llm.collective_rpc)
-        self.author, self.steps = Author(seed), Steps(llm)
-        self.numbers = np.random.default_rng([seed, 1])
-        self.asked: dict[str, Asked] = {}
-        self.happened: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
-        self.memory = Memory()
-        self.complaints: list[str] = []
         self._documents = 0
 
     def run(self, seconds: float) -> None:
@@ -77,17 +68,7 @@ class Load:
         for _ in range(DOCUMENTS):
             self.put()
         with self.path.open("w") as records:
-            while (past := time.monotonic() - start) < seconds or (
-                self.never and past < 2 * seconds
-            ):
-                level = int(self.numbers.integers(2, 2 * REQUESTS))
-                until = time.monotonic() + DRAIN_S
-                while time.monotonic() < until:
-                    while len(self.asked) < level:
-                        self.ask()
-                    self.step(records)
-                    self.chance()
-                self.drain(records, time.monotonic() - start)
+            self.mix(records, seconds, start)
             for number in list(self.author.there):
                 self.drop(number)
             # What calls changed is reported with the next step.
@@ -99,41 +80,15 @@ class Load:
         self.complaints += metric_complaints(self.ended) + self.memory.complaints()
         self.complaints += [f"never happened: {what}" for what in self.never]
 
-    @property
-    def never(self) -> list[str]:
-        """What has not happened yet."""
-        return [what for what in EVENTS if not self.happened[what]]
-
-    def ask(self) -> None:
-        """One more request."""
-        asked = self.author.request()
-        self.happened["second turns"] += asked.before is not None
-        prompt = {"prompt_token_ids": asked.tokens}
-        self.engine.add_request(asked.name, prompt, sampling(asked))
-        self.asked[asked.name] = asked
-
-    def step(self, records: Any = None) -> None:
-        """One step of the engine, and what ended in it."""
-        for output in self.engine.step():
-            if not output.finished:
-                continue
-            asked, noted = self.asked.pop(output.request_id), self.steps.taken(output.request_id)
-            found = said(output)
-            self.happened["preempted"] += noted["preempted"]
-            self.ended["finished"] += len(found["answers"])
-            self.happened["stopped"] += sum(a["reason"] == "stop" for a in found["answers"])
-            self.author.answered(asked, found["answers"][0]["tokens"])
-            print(json.dumps({**asdict(asked), **found, **noted}), file=records)
+    def ended_with(self, asked: Asked, reasons: Counter[str]) -> None:
+        """Counts answers that ended."""
+        self.ended["finished"] += reasons.total()
 
     def chance(self) -> None:
         """What else may happen in a step."""
         drawn = self.numbers.random(3)
         if drawn[0] < ABORT and self.asked:
-            name = str(self.numbers.choice(list(self.asked)))
-            self.engine.abort_request([name])
-            self.happened["preempted"] += self.steps.taken(name)["preempted"]
-            del self.asked[name]
-            self.happened["aborted"] += 1
+            self.abort()
         if drawn[1] < RESET:
             self.reset()
         if drawn[2] < CHANGE:
@@ -171,46 +126,19 @@ class Load:
             self.base.delete(name, space)
             self.happened["dropped"] += 1
 
-    def drain(self, records: Any, at: float) -> None:
-        """Ends all there is; then nothing may be left, and a GPU's engine sleeps and wakes."""
-        while self.engine.has_unfinished_requests():
-            self.step(records)
-        # What ended last is said to the workers with the next step.
-        self.step(records)
-        if self.asked:
-            self.complaints.append(f"{len(self.asked)} requests without an end: {self.asked}")
-            self.asked.clear()
-        self.complaints += [f"at {at:.0f} s: {left} left" for left in left_behind(self.llm)]
-        if not self.engine.reset_prefix_cache():
-            self.complaints.append(f"at {at:.0f} s: prefix caches were not reset")
-        if has_gpu():
-            self.llm.sleep(level=1)
-            self.llm.wake_up()
-            self.happened["slept"] += 1
+    def left(self) -> list[str]:
+        """What is held although all has ended; and what the store has done."""
         found = self.base.store()
         self.happened["brought"] = found["brought_documents"]
         self.happened["evicted"] = found["evictions"]
-        self.memory.look(at)
+        return [f"{held} left" for held in left_behind(self.llm)]
 
 
 def load(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """The load on an engine of its own; what happened, and what should not have."""
     with engine(folder / "model", quiet=False) as llm:
-        logs = LogWatch()
         made = Load(llm, seed, folder / "records")
-        try:
-            made.run(seconds)
-        finally:
-            logs.close()
-        memory = made.memory
-        return {
-            "complaints": [*made.complaints, *logs.errors],
-            "happened": dict(made.happened),
-            "ended": dict(made.ended),
-            "MiB": [round(size / MIB, 1) for size in memory.resident],
-            "growth MiB": round(memory.growth(memory.resident) / MIB, 2),
-            "objects": memory.objects,
-        }
+        return watched(made, seconds) | {"ended": dict(made.ended)}
 
 
 class Quiet:
@@ -223,20 +151,14 @@ class Quiet:
 
     def answer(self, record: dict[str, Any], known: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """What it says to a request of a load. `known`: the load's, by name."""
-        asked = Asked(**{name: record[name] for name in Asked.__dataclass_fields__})
+        asked = request_of(record)
         for number in set(asked.documents) - self._there:
             space, name, tokens = document(number)
             self.base.insert(name, tokens, space)
             self._there.add(number)
         if asked.before in known:
             self.answer(known[asked.before], known)
-        self.llm.llm_engine.add_request(
-            asked.name, {"prompt_token_ids": asked.tokens}, sampling(asked)
-        )
-        found: list[Any] = []
-        while self.llm.llm_engine.has_unfinished_requests():
-            found += self.llm.llm_engine.step()
-        return {**said(found[0]), **self.steps.taken(asked.name)}
+        return {**answered_alone(self.llm, asked), **self.steps.taken(asked.name)}
 
 
 def quiet(

@@ -10,39 +10,35 @@ anew by all pages, so that it is left out.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.soak.asked import Asked, Author
-from benchmarks.soak.log_watch import LogWatch
-from benchmarks.soak.memory import MIB, Memory
-from benchmarks.vllm.device import has_gpu
+from benchmarks.soak.asked import Asked
 from benchmarks.vllm.model import write_ranked
 from benchmarks.vllm.soak_checks import counted, held_far
 from benchmarks.vllm.soak_compare import Comparison
 from benchmarks.vllm.soak_engine import (
     ARCHITECTURE,
-    REQUESTS,
     SHAPE,
-    Steps,
     lines_of,
-    said,
-    sampling,
     serving,
+)
+from benchmarks.vllm.soak_load import (
+    ABORT,
+    RESET,
+    MixedLoad,
+    answered_alone,
+    request_of,
+    watched,
 )
 from kvweave.adapters.vllm.serving import engine_options
 
-DRAIN_S = 5.0
-ABORT, RESET = 0.03, 0.01
-"""Chances, in a step: a request is aborted, prefix caches are reset with all that runs."""
 PAGES, EVERY, WHOLE = 5, 16, 1
 """Pages that heads read, steps from one choice to the next, and heads of a layer that read all."""
 BLOCKS, ROOMY, HOST_BYTES = 260, 4000, 4 << 20
@@ -76,125 +72,64 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
         yield llm
 
 
-class FarLoad:
-    """A load on an engine; what ended is written to `path`, one JSON object a line."""
+class FarLoad(MixedLoad):
+    """A load that has pages leave all the time."""
+
+    events, patience, drain_s, longer = EVENTS, 4, 5.0, LONGER
 
     def __init__(self, llm: Any, seed: int, path: Path) -> None:
-        self.llm, self.engine, self.path = llm, llm.llm_engine, path
-        self.author, self.steps = Author(seed), Steps(llm)
-        self.numbers = np.random.default_rng([seed, 1])
+        super().__init__(llm, seed, path)
         self.far = self.steps.scheduler.connector.manager.far
-        self.asked: dict[str, Asked] = {}
-        self.happened: Counter[str] = Counter()
-        self.memory = Memory()
-        self.complaints: list[str] = []
-
-    @property
-    def never(self) -> list[str]:
-        """What has not happened yet."""
-        return [what for what in EVENTS if not self.happened[what]]
 
     def run(self, seconds: float) -> None:
         """So many seconds of it, and what is looked at in the end."""
-        start = time.monotonic()
         with self.path.open("w") as records:
-            while (past := time.monotonic() - start) < seconds or (
-                self.never and past < 4 * seconds
-            ):
-                level = int(self.numbers.integers(2, 2 * REQUESTS))
-                until = time.monotonic() + DRAIN_S
-                while time.monotonic() < until:
-                    while len(self.asked) < level:
-                        self.ask()
-                    self.step(records)
-                    self.chance()
-                self.drain(records, time.monotonic() - start)
+            self.mix(records, seconds, time.monotonic())
         self.complaints += self.memory.complaints()
         self.complaints += [f"never happened: {what}" for what in self.never]
 
-    def ask(self) -> None:
-        """One more request."""
-        asked = self.author.request()
-        asked.answer *= LONGER
-        self.happened["second turns"] += asked.before is not None
-        prompt = {"prompt_token_ids": asked.tokens}
-        self.engine.add_request(asked.name, prompt, sampling(asked))
-        self.asked[asked.name] = asked
-
-    def step(self, records: Any) -> None:
-        """One step of the engine, and what ended in it."""
-        for output in self.engine.step():
-            if not output.finished:
-                continue
-            asked, noted = self.asked.pop(output.request_id), self.steps.taken(output.request_id)
-            found = said(output)
-            self.happened["preempted"] += noted["preempted"]
-            reasons = Counter(one["reason"] for one in found["answers"])
-            self.happened["stopped"] += reasons["stop"]
-            if reasons["error"]:
-                self.complaints.append(f"{asked.name} ended with an error")
-            self.author.answered(asked, found["answers"][0]["tokens"])
-            print(json.dumps({**asdict(asked), **found, **noted}), file=records)
+    def step(self, records: Any = None) -> None:
+        """One step of the engine, what ended in it, and where pages are then."""
+        super().step(records)
         self.happened["spilled"] = self.far.spilled
         self.happened["host full"] += self.far.held == self.far.blocks
+
+    def ended_with(self, asked: Asked, reasons: Counter[str]) -> None:
+        """Nobody's answer may end with an error."""
+        if reasons["error"]:
+            self.complaints.append(f"{asked.name} ended with an error")
 
     def chance(self) -> None:
         """What else may happen in a step."""
         drawn = self.numbers.random(2)
         if drawn[0] < ABORT and self.asked:
-            name = str(self.numbers.choice(list(self.asked)))
-            self.engine.abort_request([name])
-            self.happened["preempted"] += self.steps.taken(name)["preempted"]
-            del self.asked[name]
-            self.happened["aborted"] += 1
+            self.abort()
         if drawn[1] < RESET:
             done = self.engine.reset_prefix_cache(reset_running_requests=True)
             self.happened["reset"] += 1
             if not done:
                 self.complaints.append("prefix caches were not reset in the middle of a load")
 
-    def drain(self, records: Any, at: float) -> None:
-        """Ends all there is; then nothing may be left, and a GPU's engine sleeps and wakes."""
+    def end_all(self, records: Any) -> None:
+        """Ends all there is, and one request more: with it workers hear what ended last."""
         while self.engine.has_unfinished_requests():
             self.step(records)
-        # What ended last is said to the workers with the next step.
         self.ask()
-        while self.engine.has_unfinished_requests():
-            self.step(records)
-        self.step(records)
-        if self.asked:
-            self.complaints.append(f"{len(self.asked)} requests without an end: {self.asked}")
-            self.asked.clear()
-        self.complaints += [f"at {at:.0f} s: {left} left" for left in held_far(self.llm)]
+        super().end_all(records)
+
+    def left(self) -> list[str]:
+        """What is held on the device or the host, and bytes told that nobody copied."""
+        found = [f"{held} left" for held in held_far(self.llm)]
         copied = self.far.spilled * self.steps.scheduler.connector.home_bytes
         if (told := counted()["kvweave_spilled_bytes_total"]) > copied:
-            self.complaints.append(f"at {at:.0f} s: {told} spilled bytes told of {copied}")
-        if not self.engine.reset_prefix_cache():
-            self.complaints.append(f"at {at:.0f} s: prefix caches were not reset")
-        if has_gpu():
-            self.llm.sleep(level=1)
-            self.llm.wake_up()
-            self.happened["slept"] += 1
-        self.memory.look(at)
+            found.append(f"{told} spilled bytes told of {copied}")
+        return found
 
 
 def load(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
     """The load on an engine of its own; what happened, and what should not have."""
     with engine(folder / "model", quiet=False) as llm:
-        logs = LogWatch()
-        made = FarLoad(llm, seed, folder / "records")
-        try:
-            made.run(seconds)
-        finally:
-            logs.close()
-        memory = made.memory
-        return {
-            "complaints": [*made.complaints, *logs.errors],
-            "happened": dict(made.happened),
-            "MiB": [round(size / MIB, 1) for size in memory.resident],
-            "growth MiB": round(memory.growth(memory.resident) / MIB, 2),
-            "objects": memory.objects,
-        }
+        return watched(FarLoad(llm, seed, folder / "records"), seconds)
 
 
 def compare(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
@@ -210,14 +145,10 @@ def compare(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
             if record["preempted"]:
                 comparison.counts["gave way"] += 1
                 continue
-            asked = Asked(**{name: record[name] for name in Asked.__dataclass_fields__})
-            prompt = {"prompt_token_ids": asked.tokens}
-            llm.llm_engine.add_request(asked.name, prompt, sampling(asked))
-            found: list[Any] = []
-            while llm.llm_engine.has_unfinished_requests():
-                found += llm.llm_engine.step()
+            asked = request_of(record)
+            said = answered_alone(llm, asked)
             llm.llm_engine.reset_prefix_cache()
-            pairs = zip(record["answers"], said(found[0])["answers"], strict=True)
+            pairs = zip(record["answers"], said["answers"], strict=True)
             for at, (own, alone) in enumerate(pairs):
                 verdict = comparison.verdict(own, alone)
                 comparison.counts[verdict] += 1
