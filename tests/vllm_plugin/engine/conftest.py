@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # The folder above this one has its name too, and no file that vLLM's own folder begins with.
 FOUND = importlib.util.find_spec("vllm")
@@ -70,6 +71,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(autouse=True)
 def _one_engine_at_a_time() -> Iterator[None]:
     yield
+    # A start that is refused within vLLM 0.26 leaves torch with the refused model's default dtype.
+    torch.set_default_dtype(torch.float32)
     from vllm_engines import clean
 
     clean()
