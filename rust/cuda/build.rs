@@ -15,7 +15,9 @@ use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-const FLAGS: &[&str] = &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings"];
+/// Two targets of a source at once: the slowest takes minutes, while no other is left to compile.
+const FLAGS: &[&str] =
+    &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings", "--threads=2"];
 /// Native code for A100 and H100/H200, and PTX that newer drivers compile for anything later. A
 /// source that needs one architecture names its own, in a line `// targets: sm_90a` at its head.
 const TARGETS: &str = "sm_80, sm_90a, compute_80";
@@ -111,15 +113,17 @@ fn children(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// Compiles every `.cu`, as many at a time as there are cores; returns their basenames, and which
-/// CUDA (13 of 13.0) they were compiled by.
+/// Compiles every `.cu`, the longest first, as many at a time as there are cores; returns their
+/// basenames, and which CUDA (13 of 13.0) they were compiled by.
 fn compile_all(nvcc: &Path, csrc: &Path, out: &Path) -> Result<(Vec<String>, u32), String> {
     let version = Command::new(nvcc)
         .arg("--version")
         .output()
         .map_err(|error| format!("{} does not run: {error}", nvcc.display()))?;
     let is_source = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "cu");
-    let sources: Vec<PathBuf> = children(csrc).into_iter().filter(is_source).collect();
+    let mut sources: Vec<PathBuf> = children(csrc).into_iter().filter(is_source).collect();
+    let length = |path: &PathBuf| fs::metadata(path).map_or(0, |file| file.len());
+    sources.sort_by_key(|source| std::cmp::Reverse(length(source)));
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let (next, version) = (&AtomicUsize::new(0), &version.stdout);
     let work = || {
