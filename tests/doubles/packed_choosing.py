@@ -70,7 +70,10 @@ def expect_packed_choice(runner: Runner, sequence: Decoding, queries: torch.Tens
     """
     slots = next(s for s in runner._decoder._slots if sequence in s.members)
     choice, pool, checked = slots.packed._choice, runner.packed, 0
-    row, entries = choice._rows[sequence], sequence.packed.entries().tolist()
+    row, known = choice._rows[sequence], sequence.request.length - 1
+    # Pages that the step itself has filled are packed behind it.
+    listed = sequence.packed.entries().tolist()
+    entries = [one for one in listed if one[3] + one[2] - one[1] <= known]
     heads = runner.spec.kv_heads
     for layer in range(len(runner.spec.layers)):
         of_kv = queries[layer].double().view(heads, -1, queries.shape[-1])

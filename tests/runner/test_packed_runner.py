@@ -272,6 +272,26 @@ def test_an_engine_answers_in_little_room(seed: int, max_tokens: int) -> None:
     assert nothing_is_held(runner)
 
 
+def test_a_page_is_packed_behind_the_step_that_fills_it(model: Any) -> None:
+    """While its token is awaited; where there is no room for that the next step says so."""
+    runner = packed_runner(model, max_tokens=1024)
+    with runner.prefill(random_tokens(127, 1), "full", remember=False) as done:
+        sequence, packed, cache = decoding(runner, done, 200), done.kv.packed, runner.packed.cache
+        runner._decoder.step([sequence])
+        assert (done.request.length, packed.tokens) == (128, 128)
+        free = cache.stats()["total"] - cache.stats()["held"]
+        with cache.admit(random_tokens(64 * free, 2), reuse="none"):
+            for _ in range(64):
+                assert len(runner._decoder.step([sequence])) == 1
+            assert (done.request.length, packed.tokens) == (192, 128)
+            with pytest.raises(PoolFull) as full:
+                runner._decoder.step([sequence])
+            assert (full.value.request, done.request.length) == (0, 192)
+        runner._decoder.step([sequence])
+        assert (done.request.length, packed.tokens) == (193, 192)
+    assert nothing_is_held(runner)
+
+
 def test_extending_is_prefilling(model: Any) -> None:
     """More tokens in one pass read packed pages as a later chunk of a prompt does."""
     runner, tokens = packed_runner(model, chunk_tokens=400), random_tokens(500, 8)

@@ -118,7 +118,7 @@ class Decoder:
 
         What the device does for that it does beside the choice of tokens, and before all else.
         """
-        if slots.chosen is None:
+        if not slots.is_preparing:
             yield
             return
         moved = False

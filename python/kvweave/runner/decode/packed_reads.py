@@ -8,6 +8,7 @@ a step changes no entry: those of a request change when a page of it has been pa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,12 +157,16 @@ class PackedReads:
     def __init__(self, pool: PackedPool) -> None:
         self.pool = pool
         self._batch: Sequence[Decoding] = ()
-        # Steps until a page of any of them is full.
-        self._rests = 0
+        # Steps until a page of any of them is full, and whether what the next one needs is packed.
+        self._rests, self._ahead = 0, False
         self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
         # What the batch reads of final texts, and which version of these that is.
         self._final: Sequence[FinalRead] = ()
         self._version = 0
+        # Entries of each of the batch, packed and aside, and whose packed ones are to be made anew.
+        self._packed: list[Int32] = []
+        self._aside: list[Int32] = []
+        self._stale: set[int] = set()
         # Entries of the batch, packed and aside, and whether they lie in the room.
         self._listed, self._is_listed = (0, 0), False
         # Packed entries of each of the batch.
@@ -175,7 +180,10 @@ class PackedReads:
 
     def seat(self, batch: Sequence[Decoding]) -> None:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
-        self._batch, self._rests, self._is_listed = batch, 0, False
+        self._batch, self._rests, self._ahead, self._is_listed = batch, 0, False, False
+        self._packed = [np.zeros((0, 5), np.int32)] * len(batch)
+        self._aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in batch]
+        self._stale = set(range(len(batch)))
 
     def pack(self) -> None:
         """Packs what pages the batch has filled, before its next step.
@@ -183,9 +191,28 @@ class PackedReads:
         # Errors
         `PoolFull` without room, whose `request` says for which of them.
         """
-        if self._rests > 0:
+        if self._ahead:
+            self._ahead = False
+        elif self._rests > 0:
             self._rests -= 1
-            return
+        else:
+            self._pack_full()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a page of the batch is full behind the step that is launched."""
+        return self._rests == 0 and not self._ahead
+
+    def prepare(self) -> None:
+        """Packs what is full behind the step that is launched, while its tokens are awaited.
+
+        Where there is no room for that the next step says so.
+        """
+        with suppress(PoolFull):
+            self._pack_full()
+            self._ahead = True
+
+    def _pack_full(self) -> None:
         lacks = []
         for row, sequence in enumerate(self._batch):
             packed, length = _packed(sequence), sequence.request.length
@@ -197,6 +224,7 @@ class PackedReads:
                 raise
             finally:
                 if packed.tokens != before:
+                    self._stale.add(row)
                     self._is_listed = False
             lacks.append(packed.full_at - length)
         self._rests = min(lacks) - 1
@@ -222,12 +250,14 @@ class PackedReads:
             self._version, self._is_listed = final.version, False
         if self._is_listed and requests <= room.packed.requests:
             return room
-        packed = [_packed(sequence).entries() for sequence in self._batch]
+        for row in self._stale:
+            self._packed[row] = _packed(self._batch[row]).entries()
+        self._stale.clear()
+        packed, aside = self._packed, self._aside
         if final is not None:
             split = [final.split(entries) for entries in packed]
             packed = [entries for entries, _ in split]
             self._final = final_reads([some for _, some in split], self.pool.device)
-        aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in self._batch]
         counts = sum(map(len, packed)), sum(map(len, aside))
         fits = room.packed.fits(counts[0], requests)
         if counts[1] or room.aside is not None:

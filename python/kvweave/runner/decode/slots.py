@@ -279,8 +279,15 @@ class DecodeSlots:
             self._whole = WholeLayers(self.heads, self.pages, *made)
         return self._whole
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether there is anything to prepare."""
+        return self.chosen is not None or (self.packed is not None and self.packed.is_due)
+
     def prepare(self) -> bool:
         """Does of the next step what need not wait for it: see `ChosenPages.prepare`."""
+        if self.packed is not None:
+            self.packed.prepare()
         listed, self._listed = self._listed, None
         if self.chosen is None or listed is None:
             return False
