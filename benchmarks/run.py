@@ -40,6 +40,7 @@ from benchmarks.cases import (
     ttft,
     ttft_cuda,
     ttft_heads,
+    ttft_packed,
     workflow,
     zeroing,
 )
@@ -66,6 +67,7 @@ CASES: dict[str, Case] = {
     "ttft": ttft.run,
     "ttft_cuda": ttft_cuda.run,
     "ttft_heads": ttft_heads.run,
+    "ttft_packed": ttft_packed.run,
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
@@ -100,6 +102,7 @@ ON_A_GPU_IF_ANY = {
     "packed_worker",
     "speculation",
     "tiers",
+    "ttft_packed",
 }
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}

@@ -12,7 +12,7 @@ without a map reads densely. FLOPs are the report's: of what was run.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,24 +102,20 @@ class Bench:
     def measure(
         self,
         parts: Sequence[kvweave.Segment],
-        mode: str,
-        heads: kvweave.HeadClassMap | None,
-        policies: dict[str, Policy],
+        policies: Mapping[str, Policy],
         rounds: int,
+        **how: Any,
     ) -> Iterator[tuple[str, Measured]]:
-        """The policies in turns, in a cache of their own that is gone afterwards."""
+        """The policies in turns, in a cache of their own that is gone afterwards.
+
+        `how`: what its runner is asked for.
+        """
         tokens = sum(len(part.tokens or ()) for part in parts)
-        runner = kvweave.Runner(
-            self.model,
-            max_tokens=2 * tokens + 4096,
-            frozen_share=0.6,
-            mode=mode,
-            heads=heads,
-            progress=False,
-            check=heads is None,
-        )
+        known = {"max_tokens": 2 * tokens + 4096, "frozen_share": 0.6, "progress": False}
+        runner = kvweave.Runner(self.model, **known | {"check": how.get("heads") is None} | how)
         for index, part in enumerate(p for p in parts if p.namespace):
             runner.insert(list(part.tokens or ()), f"segment {index}", "kb")
+        runner.flush()
         # The first prefill of each warms up what the others are timed with.
         firsts = {name: self._peak(runner, parts, policy) for name, policy in policies.items()}
         samples: dict[str, list[float]] = {name: [] for name in policies}
@@ -163,7 +159,8 @@ class Bench:
             *((self.heads, mode, policies) for mode in modes),
         ]
         for heads, mode, chosen in groups:
-            for name, found in self.measure(parts, mode, heads, chosen, rounds):
+            how = {"mode": mode, "heads": heads}
+            for name, found in self.measure(parts, chosen, rounds, **how):
                 whole = whole or found
                 named = name if heads is None else f"{name}, map, {mode}"
                 yield Row(

@@ -16,7 +16,12 @@ def kept(path: Path) -> dict[str, Any]:
 
 def keep(path: Path, record: Mapping[str, Any], measured: Iterable[object]) -> None:
     """Writes the record behind each thing that is measured of it, and says which that was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for which in measured:
-        path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(path, record)
         print(which, flush=True)
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes a record, and the folder that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")

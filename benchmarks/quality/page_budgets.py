@@ -24,7 +24,6 @@ to the whole model over the answers that it drew: see `DecodeMeter`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -35,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.quality.measured_file import write
 from benchmarks.report.record import machine
 from kvweave import models
 from kvweave.cache import HeadClassMap
@@ -280,8 +280,7 @@ def main() -> None:
         record["rows"].append(row)
         if asked.out is not None:
             # What is measured is kept, should a long run be broken off.
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
-            asked.out.write_text(json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+            write(asked.out, record)
     print("", *shared_heads(bench.stability), sep="\n")
 
 

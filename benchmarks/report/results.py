@@ -45,6 +45,7 @@ TITLES = {
     "host_load": "An engine under load whose device holds few requests, over the host's memory",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
+    "ttft_packed": "Time to first token over packed documents and exact ones, random weights",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "page_tasks": "Answers of tasks by few pages, asked for behind 256 generated tokens",
     "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
@@ -141,6 +142,7 @@ COLUMNS = {
         "KV GiB",
         "shared KV GiB",
     ),
+    "ttft_packed": ("÷ full", "rows", "select ms", "copy ms", "KV GiB", "shared KV GiB"),
     "page_tasks": ("same token", "score", "more than the whole model's", "n"),
 }
 VALUE = {

@@ -92,6 +92,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "scheduler",
         "store",
         "tiers",
+        "ttft_packed",
         "workflow",
     }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "ttft_heads"}
