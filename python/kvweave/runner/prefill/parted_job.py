@@ -21,7 +21,6 @@ from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.parted_kv import PartedKv
 from kvweave.runner.model.rope import PositionTable
 from kvweave.runner.prefill.chunks import spans
-from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill_context import PrefillContext
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
@@ -72,18 +71,8 @@ class PartedJob(PrefillJob):
 
     _kv: PartedKv
 
-    def __init__(
-        self,
-        context: PrefillContext,
-        prompt: TokenizedPrompt,
-        policy: Policy,
-        lookup: Lookup,
-        chunk_tokens: int,
-        *,
-        logits_from: int | None = None,
-    ) -> None:
-        self._hosts: list[HostPages] = []
-        super().__init__(context, prompt, policy, lookup, chunk_tokens, logits_from=logits_from)
+    _hosts: tuple[HostPages, ...] = ()
+    """Its pages in host memory; none before it has been given room."""
 
     @property
     def held(self) -> tuple[int, list[int]]:
@@ -112,7 +101,7 @@ class PartedJob(PrefillJob):
     def _take(self, positions: PositionTable) -> None:
         context, request = self._context, self.request
         self._kv = PartedKv(context.heads, context.pages, request, positions)
-        self._hosts = list(self._kv.host.values())
+        self._hosts = tuple(self._kv.host.values())
         self._kv.copy()
         view = context.view(request)
         fresh = np.arange(view.prefix, self.tokens, dtype=np.int32)
