@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from kvweave import ops
 from packed_texts import SCALES
+
+ODD_NUMBERS = st.lists(
+    st.tuples(
+        st.integers(0, 149),
+        st.integers(0, 127),
+        st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 6e4, 1e-7, 3e38]),
+    ),
+    max_size=6,
+)
+"""A token, a channel and what is to stand there, as `packed_texts.put_odd` takes them."""
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 
 from kvweave import ops
 from paged import causal_mask, dense_attention, rope_table, rotated
-from versions import CPU, REFERENCE, Version
+from versions import CPU, REFERENCE, RUNNABLE, Version
 
 SCALES = {"bf16": torch.bfloat16, "f16": torch.float16}
 LARGEST = {"int4": 15, "int8": 255}
@@ -190,6 +191,33 @@ def random_planes(
     step = 4.0 / 2 ** (bits.mT / 2) * (0.5 + torch.rand(bits.mT.shape, generator=generator))
     mean, lines = basis[..., :1, :], basis[..., 1:, :]
     return torch.cat((mean, bits, lines * step, lines / step), -2).float().contiguous()
+
+
+def put_odd(text: Text, odd: Sequence[tuple[int, int, float]]) -> None:
+    """Puts numbers into the exact pages of a text: each at a token, in a channel."""
+    of = text.packed.format
+    for token, channel, number in odd:
+        block = int(text.packs[token % len(text.k) // of.page_tokens, 2])
+        text.cache[block, token % 2, token % 16, channel % of.head_dim] = number
+
+
+def expect_same_bytes(text: Text) -> None:
+    """That all versions pack a text into the same bytes, and unpack them alike."""
+    of, pages, made = text.packed.format, text.pages, []
+    for version in RUNNABLE:
+        data = torch.full_like(text.packed.data, 0x5A)
+        packed = ops.PackedPages(data, of, text.packed.bases)
+        version.pack_pages(text.cache, packed, text.packs, pages=pages)
+        back = torch.zeros_like(text.cache)
+        version.unpack_pages(packed, back, text.packs, pages=pages)
+        made.append((data, back))
+    for data, back in made[1:]:
+        assert torch.equal(data, made[0][0])
+        torch.testing.assert_close(back, made[0][1], rtol=0, atol=0, equal_nan=True)
+    written = torch.zeros(len(made[0][0]), dtype=torch.bool)
+    blocks = torch.from_numpy(text.packs[:, 0]).long()
+    written[torch.cat([blocks + page for page in range(pages)])] = True
+    assert (made[0][0][~written] == 0x5A).all(), "nothing else is written"
 
 
 def check_attention(

@@ -8,9 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from basis_formats import plane_formats
+from basis_formats import ODD_NUMBERS, plane_formats
 from kvweave import InvalidArgument, ops
-from packed_texts import check_attention, random_planes, read_back, text_of
+from packed_texts import (
+    check_attention,
+    expect_same_bytes,
+    put_odd,
+    random_planes,
+    read_back,
+    text_of,
+)
 from paged import rope_table
 from versions import RUNNABLE
 
@@ -78,38 +85,15 @@ def test_of_each_channel_the_nearest_code_is_stored(
     of=FORMATS,
     tokens=st.integers(1, 100),
     dtype=st.sampled_from(DTYPES),
-    odd=st.lists(
-        st.tuples(
-            st.integers(0, 149),
-            st.integers(0, 127),
-            st.sampled_from([np.nan, np.inf, -np.inf, 0.0, -0.0, 6e4, 1e-7, 3e38]),
-        ),
-        max_size=6,
-    ),
+    odd=ODD_NUMBERS,
     seed=st.integers(0, 2**20),
 )
 def test_all_versions_write_the_same_bytes(of, tokens, dtype, odd, seed) -> None:
     generator = torch.Generator().manual_seed(seed)
     bases = random_planes(generator, of, 2)
     text = text_of(generator, tokens, dtype=dtype, of=of, bases=bases)
-    for token, channel, number in odd:
-        block = int(text.packs[token % tokens // of.page_tokens, 2])
-        text.cache[block, token % 2, token % 16, channel % of.head_dim] = number
-    made = []
-    for version in RUNNABLE:
-        data = torch.full_like(text.packed.data, 0x5A)
-        packed = ops.PackedPages(data, of, text.packed.bases)
-        version.pack_pages(text.cache, packed, text.packs, pages=2)
-        back = torch.zeros_like(text.cache)
-        version.unpack_pages(packed, back, text.packs, pages=2)
-        made.append((data, back))
-    for data, back in made[1:]:
-        assert torch.equal(data, made[0][0])
-        torch.testing.assert_close(back, made[0][1], rtol=0, atol=0, equal_nan=True)
-    written = torch.zeros(len(made[0][0]), dtype=torch.bool)
-    blocks = torch.from_numpy(text.packs[:, 0]).long()
-    written[torch.cat((blocks, blocks + 1))] = True
-    assert (made[0][0][~written] == 0x5A).all(), "nothing else is written"
+    put_odd(text, odd)
+    expect_same_bytes(text)
 
 
 @settings(max_examples=60)

@@ -16,7 +16,6 @@ from head_maps import near
 from host_memory import both, nothing_is_held, spills
 from kvweave.cache import HeadClassMap
 from kvweave.lab.profile import with_ranked_pages
-from kvweave.runner import Healing
 from kvweave.runner.decode.kept_bounds import KeptBounds
 from kvweave.runner.kv.page_budget import PageBudget
 from ranked_pages import (
@@ -165,19 +164,6 @@ def test_turned_segments_are_estimated_as_if_their_keys_lay_turned(llama) -> Non
     # Pages begin elsewhere where segments are copied together, and means with them. Without the
     # turn it is twice as far.
     assert float((found[0] - found[1]).abs().max()) < 8e-4
-
-
-@pytest.mark.parametrize("mode", ["materialise", "share"])
-def test_what_healing_rewrites_has_means_anew(llama, mode) -> None:
-    runner = ranked_runner(llama, [estimating(5), FULL], page_tokens=8, mode=mode)
-    parts = knowledge(runner, 3)
-    healing = Healing(every=3, bound=0.0, share=0.2, most=1.0)
-    with checked_choices(runner) as counted:
-        made = runner.generate(
-            parts, "naive", max_new_tokens=14, stop=(), remember=False, healing=healing
-        )
-    assert made.report.healing.healed >= 3
-    assert min(counted) == 4
 
 
 def test_forks_have_means_of_their_own(llama) -> None:

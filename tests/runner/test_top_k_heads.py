@@ -387,8 +387,10 @@ def test_forks_choose_apart(llama) -> None:
 
 
 @pytest.mark.parametrize("mode", ["materialise", "share"])
-def test_what_healing_rewrites_is_bounded_anew(llama, mode) -> None:
-    runner = ranked_runner(llama, [top_k(5), FULL], page_tokens=8, mode=mode)
+@pytest.mark.parametrize("estimate", [False, True])
+def test_what_healing_rewrites_has_bounds_and_means_anew(llama, mode, estimate) -> None:
+    kinds = [top_k(5, estimate=estimate), FULL]
+    runner = ranked_runner(llama, kinds, page_tokens=8, mode=mode)
     parts = knowledge(runner, 3)
     healing = Healing(every=3, bound=0.0, share=0.2, most=1.0)
     with checked_choices(runner) as counted:
