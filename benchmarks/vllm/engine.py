@@ -35,7 +35,7 @@ from benchmarks.load import (
 )
 from benchmarks.vllm.found import say
 from benchmarks.vllm.kv_bytes import Watched, held_bytes
-from benchmarks.vllm.model import FAR, MAPPED, options_named, written
+from benchmarks.vllm.model import FAR, MAPPED, SEGMENTS, options_named, written
 
 ENGINES = ("stock", "ours", "heads", "top_k", MAPPED, FAR)
 MODES = ("eager", "graphs", "compiled")
@@ -53,9 +53,9 @@ class Task:
     `decodes`: batch and tokens before the step. `rate` in requests a second, 0 for what follows
     from the load at once; beside `talkers` who decode comes a prompt of `long` tokens. `pages` are
     what heads of the engines `top_k` and `far` read in a decode step, `store` the bytes of segments
-    that `mapped` has, out of `memory` where it is given, and `host` those of the host's memory that
-    `far` has. With `poisson` requests come at that rate too, once those at once have ended.
-    `others` go to vLLM as they are.
+    that `mapped` and `segments` have, out of `memory` where it is given, and `host` those of the
+    host's memory that `far` has. With `poisson` requests come at that rate too, once those at once
+    have ended. `others` go to vLLM as they are.
     """
 
     engine: str
@@ -95,7 +95,7 @@ def started(task: Task, model: Path, heads: Path, longest: int, most: int) -> An
         "graphs": {"compilation_config": {**DECODE_GRAPHS, **graphs}},
         "compiled": {"compilation_config": graphs},
     }[task.mode]
-    store = task.store if task.engine == MAPPED else 0
+    store = task.store if task.engine in (MAPPED, SEGMENTS) else 0
     choice = options_named(task.engine, architecture, heads, store, task.host)
     memory = {"kv_cache_memory_bytes": task.memory - store} if task.memory else {}
     settings: dict[str, Any] = {

@@ -2,11 +2,15 @@
 
 A tiny model, so that the host is what a step waits for. Engines, each in a process of its own and
 all there at once: `stock` loads no plugin, `off` has loaded ours and asks nothing of it, `ours` has
-its attention backend, `heads` a head map, `mapped` segments beside one. Loads are steps in which
-`--batches` requests decode, and requests of many lengths that come and leave. In each of `--rounds`
-each engine is asked for each load, one engine at a time, in an order that turns; a figure is the
-median of rounds, and its ratio to stock's the median of the rounds' own ratios, with the middle
-half of them.
+its attention backend, `top_k` heads that choose pages, `heads` a head map, `segments` a store of
+them and no marked prompt, `mapped` both, `pages` virtual pages under the map. vLLM keeps two tables
+of blocks under a map: `windows`, which loads no plugin, is vLLM's own model with windows in every
+other layer, for which it keeps two as well. Loads are steps in which `--batches` requests decode,
+and requests of many lengths that come and leave. In each of `--rounds` each engine is asked for
+each load, one engine at a time, in an order that turns; a figure is the median of rounds, and its
+ratio to another engine's the median of the rounds' own ratios, with the middle half of them: to
+stock's, and under a map to that of `windows`. Two processes that run the same differ by some
+per cent, by where their memory lies: with `--starts` each engine is several, and has their mean.
 
 A step's host time is what `LLMEngine.step` takes of a processor but for the model's `forward`,
 which stands beside it: on a CPU that is kernels too. FILE is a run for
@@ -28,16 +32,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.device.models import MODELS
 from benchmarks.vllm import device
 from benchmarks.vllm.found import Found
 from benchmarks.vllm.host_step_engine import OFF, PHASES, STOCK
-from benchmarks.vllm.model import MAPPED, written
+from benchmarks.vllm.model import MAPPED, PAGES, SEGMENTS, WINDOWS, with_windows, written
 from kvweave.lab.bench.rows import Row
 
 CASE = "vllm_host_step"
-ENGINES = (STOCK, OFF, "ours", "heads", MAPPED)
+ENGINES = (STOCK, OFF, "ours", "top_k", WINDOWS, "heads", SEGMENTS, MAPPED, PAGES)
+TWO_TABLES = ("heads", MAPPED)
+"""Engines for which vLLM keeps two tables of blocks a request, as for `windows`."""
+READ_PAGES = 3
+"""Pages that a head of the engine `top_k` reads in a decode step."""
 Load = dict[str, int]
 
 
@@ -87,6 +96,16 @@ def engine(name: str, words: Sequence[str]) -> Iterator[Asked]:
                 process.kill()
 
 
+def files_of(folder: Path, name: str, model: str, layers: int) -> tuple[Path, Path]:
+    """An engine's own folder with the model's configuration, and a head class map of it."""
+    own = folder / name
+    own.mkdir(exist_ok=True)
+    made = written(own, model, layers, READ_PAGES if name == "top_k" else 0)
+    if name == WINDOWS:
+        with_windows(own)
+    return made
+
+
 def title(load: Load) -> str:
     """What a load is called."""
     if "mixed" in load:
@@ -116,25 +135,35 @@ def rounds(engines: Sequence[Asked], loads: Sequence[Load], count: int) -> list[
 def rows_of(
     names: Sequence[str], loads: Sequence[Load], found: list[list[list[Found]]]
 ) -> list[Row]:
-    """A row for each load and engine, in microseconds, with its ratios to stock's."""
+    """A row for each load and engine, in microseconds, with its ratios to its peers'."""
     rows = []
     for at, load in enumerate(loads):
-        host = np.array([[one["host"] for one in of_round[at]] for of_round in found])
-        for number, name in enumerate(names):
+        host = {name: taken(names, name, found, at, "host") for name in dict.fromkeys(names)}
+        for name, times in host.items():
             beside: dict[str, Any] = {}
-            if STOCK in names and name != STOCK:
-                ratios = host[:, number] / host[:, names.index(STOCK)]
-                quarters = np.percentile(ratios, [25, 75])
-                beside["÷ stock"] = round(float(np.median(ratios)), 4)
-                beside["middle half"] = [round(float(edge), 4) for edge in quarters]
+            for peer in (STOCK, WINDOWS) if name in TWO_TABLES else (STOCK,):
+                if peer in host and name != peer:
+                    ratios = times / host[peer]
+                    quarters = np.percentile(ratios, [25, 75])
+                    beside[f"÷ {peer}"] = round(float(np.median(ratios)), 4)
+                    edges = [round(float(edge), 4) for edge in quarters]
+                    beside[f"÷ {peer}, middle half"] = edges
             for phase in PHASES:
-                spent = np.median([of_round[at][number][phase] for of_round in found])
+                spent = np.median(taken(names, name, found, at, phase))
                 beside[f"{phase} µs"] = round(float(spent), 1)
-            beside["steps"] = found[0][at][number]["steps"]
-            value = round(float(np.median(host[:, number])), 1)
-            p95 = round(float(np.percentile(host[:, number], 95)), 1)
+            beside["steps"] = found[0][at][names.index(name)]["steps"]
+            value = round(float(np.median(times)), 1)
+            p95 = round(float(np.percentile(times, 95)), 1)
             rows.append(Row(f"{title(load)}: {name}", value, "µs", p95, beside))
     return rows
+
+
+def taken(
+    names: Sequence[str], name: str, found: list[list[list[Found]]], load: int, what: str
+) -> npt.NDArray[np.float64]:
+    """What an engine took of a load in each round: the mean of the processes of that name."""
+    columns = [number for number, other in enumerate(names) if other == name]
+    return np.array([np.mean([one[load][at][what] for at in columns]) for one in found])
 
 
 def parser_of_words() -> argparse.ArgumentParser:
@@ -147,6 +176,7 @@ def parser_of_words() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=32, help="that all of a batch decode")
     parser.add_argument("--mixed", type=int, default=32, help="requests of the mixed load")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--starts", type=int, default=1, help="processes of each engine")
     parser.add_argument("--json", type=Path, help="where the run goes")
     return parser
 
@@ -158,14 +188,15 @@ def main(words: list[str] | None = None) -> int:
     loads += [{"mixed": chosen.mixed}] if chosen.mixed else []
     most = max([*chosen.batches, 16])
     with TemporaryDirectory() as made, ExitStack() as opened:
-        folder, heads = written(Path(made), chosen.model, chosen.layers)
-        of_model = [chosen.model, str(chosen.layers), str(folder), str(heads), str(most)]
         engines = []
         # One after the other: each finds the memory that it takes.
-        for name in chosen.engines:
-            engines.append(opened.enter_context(engine(name, of_model)))
+        names = chosen.engines * chosen.starts
+        for name in names:
+            files = files_of(Path(made), name, chosen.model, chosen.layers)
+            given = [chosen.model, str(chosen.layers), *map(str, files), str(most)]
+            engines.append(opened.enter_context(engine(name, given)))
             engines[-1].line("ready")
-        rows = rows_of(chosen.engines, loads, rounds(engines, loads, chosen.rounds))
+        rows = rows_of(names, loads, rounds(engines, loads, chosen.rounds))
     for row in rows:
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         print(f"{row.name}: {row.value:.4g} {row.unit} (p95 {row.p95}); {beside}", flush=True)

@@ -12,6 +12,8 @@ from kvweave.adapters.vllm.serving import engine_options
 
 MAPPED, PACKED, FAR = "mapped", "packed", "far"
 """Engines with segments beside a head map, and in INT4 pages; one with pages in host memory."""
+WINDOWS, SEGMENTS, PAGES = "windows", "segments", "pages"
+"""vLLM's own model with windows in every other layer; segments alone; virtual pages under a map."""
 UNSTABLE_EVERY, RANKED_EVERY = 4, 16
 """Of heads whose pages may lie there one in four reads all; others choose anew so many steps on."""
 SINK, RECENT, GLOBAL_EVERY = 16, 256, 8
@@ -50,6 +52,20 @@ def written(
     return folder, path
 
 
+def with_windows(folder: Path) -> None:
+    """Has every other layer see a window alone, as models that vLLM knows itself have it.
+
+    vLLM keeps as many tables of blocks of such a model as under a head map: one of whole contexts,
+    one of windows.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    kinds = "full_attention", "sliding_attention"
+    config["layer_types"] = [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
+    config["sliding_window"] = RECENT
+    path.write_text(json.dumps(config))
+
+
 def options_named(
     engine: str, architecture: str, heads: Path | None, store: int, host: int = 0
 ) -> dict[str, Any]:
@@ -58,14 +74,15 @@ def options_named(
     `heads` is the map of those that have one, `store` the bytes of segments of those that do, and
     `host` those of the host's memory.
     """
-    if engine == "stock":
+    if engine in ("stock", WINDOWS):
         return {}
     of_map, kept = {"heads": str(heads)}, {"segment_bytes": store}
     options: dict[str, dict[str, Any]] = {
         "ours": {},
         "heads": of_map,
         "top_k": of_map,
-        "segments": kept,
+        SEGMENTS: kept,
+        PAGES: {**of_map, "virtual_pages": True},
         MAPPED: {**kept, **of_map},
         PACKED: {**kept, "segment_dtype": "int4"},
         FAR: {**of_map, "virtual_pages": True, "host_bytes": host},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,10 +108,34 @@ def test_a_ratio_is_of_rounds_and_has_its_spread() -> None:
     assert stock.name == "host time of a step, 2 decode: stock"
     assert (stock.value, stock.unit, "÷ stock" in stock.of) == (10.0, "µs", False)
     assert ours.of["÷ stock"] == 1.1
-    assert ours.of["middle half"] == [1.1, 1.125]
+    assert ours.of["÷ stock, middle half"] == [1.1, 1.125]
     assert ours.of["forward µs"] == 2.9
     (mixed,) = rows_of(("heads",), [{"mixed": 8}], [[[found(3.0)]]])
     assert mixed.name == "host time of a step, 8 requests of many lengths: heads"
+
+
+def test_under_a_map_the_peer_has_as_many_tables() -> None:
+    """What vLLM itself spends for two tables of blocks is not ours."""
+    made = [[[found(10.0), found(14.0), found(15.4), found(11.0)]]]
+    rows = rows_of(("stock", "windows", "heads", "pages"), [{"batch": 2, "steps": 4}], made)
+    assert [row.of.get("÷ windows") for row in rows] == [None, None, 1.1, None]
+    assert [row.of.get("÷ stock") for row in rows] == [None, 1.4, 1.54, 1.1]
+
+
+def test_several_processes_of_an_engine_count_by_their_mean() -> None:
+    made = [[[found(time) for time in (10.0, 11.0, 14.0, 13.0)]]]
+    stock, ours = rows_of(("stock", "off", "stock", "off"), [{"mixed": 8}], made)
+    assert (stock.value, ours.value, ours.of["÷ stock"]) == (12.0, 12.0, 1.0)
+    assert host_step_engine.lower_quartile([5.0, 1.0, 2.0, 4.0, 3.0]) == 2.0
+
+
+def test_every_engine_has_files_of_its_own(tmp_path: Path) -> None:
+    for name in host_step.ENGINES:
+        folder, heads = host_step.files_of(tmp_path, name, "tiny Llama", 0)
+        config = json.loads((folder / "config.json").read_text())
+        assert ("layer_types" in config) is (name == "windows")
+        kinds = {head["class"]["kind"] for head in json.loads(heads.read_text())["heads"]}
+        assert kinds == ({"top_k"} if name == "top_k" else {"full", "window"})
 
 
 def test_an_engine_that_ends_is_said_by_name(capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,5 +149,5 @@ def test_an_engine_that_ends_is_said_by_name(capfd: pytest.CaptureFixture[str]) 
 
 def test_words_have_defaults_that_are_engines_and_models() -> None:
     chosen = host_step.parser_of_words().parse_args([])
-    assert chosen.engines == ["stock", "off", "ours", "heads", "mapped"]
+    assert chosen.engines == list(host_step.ENGINES)
     assert chosen.model == "tiny Llama"

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -50,12 +51,13 @@ def slot_mapping(
     block_tokens: int,
 ) -> None:
     """The slot of each row: its block's number times the block's tokens, and its place there."""
-    ends = query_start.tolist()
-    for request, (first, last) in enumerate(pairwise(ends)):
-        at = positions[first:last]
-        number = blocks[request][at // block_tokens].to(slots.dtype)
-        slots[first:last] = number * block_tokens + at % block_tokens
-    slots[ends[-1] :] = -1
+    counts = np.diff(query_start.numpy())
+    rows = int(counts.sum())
+    requests = np.repeat(np.arange(len(counts)), counts)
+    page, place = np.divmod(positions[:rows].numpy(), block_tokens)
+    found = slots.numpy()
+    found[:rows] = blocks.numpy()[requests, page].astype(found.dtype) * block_tokens + place
+    found[rows:] = -1
 
 
 def gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
