@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing, StepWork
+from kvweave.adapters.vllm.segments.document_weighing import (
+    LEAST_ROWS,
+    DocumentWeighing,
+    StepWork,
+)
 from kvweave.flops import TextSizes, attention_flops, product_flops, visible_pairs
 from kvweave.runner.clock import Clock, Mark
 
@@ -119,3 +125,19 @@ def test_work_counts_what_rows_see() -> None:
     assert (work.rows, work.pairs) == (12, wanted)
     rows = torch.arange(40, 45).numpy()
     assert SIZES.flops(40, 45) == product_flops(5, 1000) + attention_flops(visible_pairs(rows), 8)
+
+
+@pytest.mark.parametrize("prompt", [3, 40])
+def test_work_of_a_step_is_of_all_requests_where_it_is_timed(prompt: int) -> None:
+    """One that is computed from its 7th token on, and two that decode behind 10 and 20."""
+    counts = {"new": prompt, "a": 1, "b": 1}
+    scheduled = SimpleNamespace(
+        num_scheduled_tokens=counts,
+        total_num_scheduled_tokens=sum(counts.values()),
+        scheduled_new_reqs=[SimpleNamespace(req_id="new", num_computed_tokens=6)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["a", "b"], num_computed_tokens=[10, 20]),
+    )
+    work = StepWork.of(scheduled)
+    assert work.rows == prompt + 2
+    seen = sum(range(7, 7 + prompt)) + 11 + 21
+    assert work.pairs == (seen if work.rows >= LEAST_ROWS else 0)

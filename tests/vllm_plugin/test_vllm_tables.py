@@ -179,6 +179,19 @@ def test_kept_tables_stay_where_they_are(span: AttentionSpan, sizes: list[int]) 
     assert all(place == places[0] for place in places)
 
 
+def test_an_engine_on_a_cpu_keeps_tables_that_nothing_follows() -> None:
+    """Entries on the host are as long as they say: what lies behind them would move."""
+    layout = StepLayout(16, (AttentionSpan(),))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
+        model_config=SimpleNamespace(max_model_len=90),
+    )
+    kept = KeptTables.of_engine(layout, torch.device("cpu"), config)
+    assert kept is not None
+    assert (kept.columns, len(kept.entries)) == ([6], 48)
+    assert KeptTables.of_engine(layout, torch.device("cpu"), config, more=1) is None
+
+
 def attended(batch: Batch, span: AttentionSpan, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows through our ops on pages that lie as vLLM's, and densely under their mask."""
     generator = torch.Generator().manual_seed(2)

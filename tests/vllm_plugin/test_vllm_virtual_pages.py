@@ -104,7 +104,9 @@ class Scheduler:
     def grow(self, name: str, tokens: int) -> bool:
         pages = self.requests[name]
         fresh = -(-(self.computed[name] + tokens) // P) - len(pages)
-        self.residency.advance(name, pages, self.computed[name], self.findable.__contains__)
+        if self.residency.has_left(name, self.computed[name]):
+            self.residency.advance(name, pages, self.computed[name], self.findable.__contains__)
+            assert not self.residency.has_left(name, self.computed[name])
         room = not self.residency.lacking(fresh, [])
         if not room or fresh > len(self.free):
             return False

@@ -26,8 +26,8 @@ class Entries(NamedTuple):
     def of(cls, tables: ops.StepTables) -> Entries:
         """Those of a step; on the host they are as long as they say."""
         rows, offsets = tables.entries, tables.offsets
-        if offsets.device.type == "cpu":
-            rows = rows[: int(offsets[-1])]
+        if offsets.is_cpu:
+            rows = rows[: int(offsets.numpy()[-1])]
         return cls(rows, offsets)
 
 
@@ -71,7 +71,7 @@ class StepBatch:
     @property
     def requests(self) -> int:
         """B."""
-        return len(self.lengths)
+        return self.lengths.shape[0]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class StepLayout:
 
 
 class KeptTables:
-    """Tables at addresses that do not change, for decode steps that were captured with them.
+    """Tables at addresses that do not change: of decode steps, which a GPU may have captured.
 
     `entries` i32 [N, 5]: those of requests, and from `room` on `more` that are not theirs.
     """
@@ -157,8 +157,12 @@ class KeptTables:
     def of_engine(
         cls, layout: StepLayout, device: torch.device, config: Any, more: int = 0
     ) -> KeptTables | None:
-        """For all decode steps under a `VllmConfig`; None on CPUs, where no step is captured."""
-        if device.type == "cpu":
+        """For all decode steps under a `VllmConfig`, one at a time.
+
+        None on CPUs where `more` is wanted: what lies behind entries has to follow those that
+        count there, and how many do is known with each step.
+        """
+        if device.type == "cpu" and more:
             return None
         requests = config.scheduler_config.max_num_seqs
         longest = config.model_config.max_model_len

@@ -45,9 +45,15 @@ class SinkWindowManager(SlidingWindowManager):
     ) -> None:
         """Gives back what no row to come sees."""
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
+        if skipped <= self.sink_blocks:
+            return
         blocks = self.req_to_blocks[request_id]
+        end = min(skipped, len(blocks))
+        # Blocks are given back from the first on: where the last of them is gone, all are.
+        if end <= self.sink_blocks or blocks[end - 1].is_null:
+            return
         free = self.block_pool.get_num_free_blocks()
-        self._remove_blocks_in_range(request_id, self.sink_blocks, min(skipped, len(blocks)))
+        self._remove_blocks_in_range(request_id, self.sink_blocks, end)
         self.given_back += self.block_pool.get_num_free_blocks() - free
 
     def get_num_blocks_to_allocate(
@@ -63,6 +69,8 @@ class SinkWindowManager(SlidingWindowManager):
         taken = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *others, **named
         )
+        if not new_computed_blocks:
+            return int(taken)
         skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
         kept = new_computed_blocks[: min(self.sink_blocks, skipped)]
         return int(taken) + int(self._get_num_evictable_blocks(kept))

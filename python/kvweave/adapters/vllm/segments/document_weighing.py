@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from kvweave.flops import TextSizes, attention_flops, product_flops
 from kvweave.runner.clock import Clock, Mark
@@ -20,6 +21,21 @@ class StepWork:
 
     rows: int = 0
     pairs: int = 0
+
+    @classmethod
+    def of(cls, scheduled: Any) -> StepWork:
+        """Of vLLM's `SchedulerOutput`; pairs are counted where the step is timed, no other time."""
+        work = cls()
+        counts = scheduled.num_scheduled_tokens
+        if scheduled.total_num_scheduled_tokens < LEAST_ROWS:
+            work.rows = scheduled.total_num_scheduled_tokens
+            return work
+        for new in scheduled.scheduled_new_reqs:
+            work.add(new.num_computed_tokens, counts[new.req_id])
+        cached = scheduled.scheduled_cached_reqs
+        for name, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            work.add(start, counts[name])
+        return work
 
     def add(self, start: int, count: int) -> None:
         """Rows [start, start + count) of a request."""

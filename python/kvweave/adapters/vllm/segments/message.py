@@ -37,7 +37,8 @@ class Chunk:
 class SegmentMessage(KVConnectorMetadata):
     """Chunks of this step, and requests of which nothing more will come.
 
-    `work`: what all requests of the step come to, marked or not.
+    `work`: what all requests of the step come to, marked or not, where a folder's documents are
+    weighed by it.
     """
 
     chunks: list[Chunk] = field(default_factory=list)

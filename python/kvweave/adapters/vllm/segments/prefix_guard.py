@@ -55,14 +55,15 @@ class _Guard:
 
     def cache_blocks(self, request: Any, num_tokens: int, *others: Any, **named: Any) -> None:
         """Lets later requests find the blocks of exact tokens alone."""
-        if request.request_id not in self._exact:
+        try:
+            limit = self._exact[request.request_id]
+        except KeyError:
             markers = eligible_markers(request)
             approximate = markers is not None and markers.approximates
-            exact = markers.exact_tokens(num_tokens) if approximate and markers else None
-            self._exact[request.request_id] = exact
-        limit = self._exact[request.request_id]
-        if limit is not None:
-            num_tokens = min(num_tokens, limit)
+            limit = markers.exact_tokens(num_tokens) if approximate and markers else None
+            self._exact[request.request_id] = limit
+        if limit is not None and limit < num_tokens:
+            num_tokens = limit
         stock: Any = super()
         stock.cache_blocks(request, num_tokens, *others, **named)
 

@@ -12,6 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvweave.adapters.vllm.connector import IdleConnector
+from kvweave.adapters.vllm.options import options_of
+from kvweave.adapters.vllm.segments.document_weighing import StepWork
 from kvweave.adapters.vllm.segments.eligibility import eligible_markers
 from kvweave.adapters.vllm.segments.events import events_of
 from kvweave.adapters.vllm.segments.known_documents import Change
@@ -47,11 +49,13 @@ class MarkedRequests:
     """Follows requests with markers from their arrival to their end.
 
     `group`: the cache group whose blocks, of `block_size` tokens, say where a request's rows go.
+    `weighs`: the workers want to know what all requests of a step come to, marked or not.
     """
 
-    def __init__(self, block_size: int, group: int = 0) -> None:
+    def __init__(self, block_size: int, group: int = 0, *, weighs: bool = False) -> None:
         self.block_size = block_size
         self.group = group
+        self.weighs = weighs
         self._marked: dict[str, _Marked] = {}
         self._ended: list[str] = []
 
@@ -85,16 +89,20 @@ class MarkedRequests:
             if name in self._marked:
                 message.ended.append(name)
                 self._marked[name].tokens = 0
-        counts = scheduled.num_scheduled_tokens
+        if self.weighs:
+            message.work = StepWork.of(scheduled)
+        if self._marked:
+            self._add_chunks(message, scheduled)
+        return message
+
+    def _add_chunks(self, message: SegmentMessage, scheduled: Any) -> None:
         for new in scheduled.scheduled_new_reqs:
-            message.work.add(new.num_computed_tokens, counts[new.req_id])
             self._chunk(
                 message, scheduled, new.req_id, new.num_computed_tokens, new.block_ids[self.group]
             )
         cached = scheduled.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, start, new_blocks in rows:
-            message.work.add(start, counts[name])
             marked = self._marked.get(name)
             if marked is None:
                 continue
@@ -103,7 +111,6 @@ class MarkedRequests:
                 marked.tokens, marked.blocks = 0, []
             if start < marked.tokens or not marked.tokens:
                 self._chunk(message, scheduled, name, start, marked.blocks + given)
-        return message
 
     def _chunk(
         self, message: SegmentMessage, scheduled: Any, name: str, start: int, blocks: list[int]
@@ -133,7 +140,8 @@ class SegmentSchedulerConnector(IdleConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         whole = next(n for n, spec in enumerate(specs) if not isinstance(spec, SlidingWindowSpec))
-        self.requests = MarkedRequests(int(specs[whole].block_size), whole)
+        weighs = options_of(vllm_config.additional_config).store is not None
+        self.requests = MarkedRequests(int(specs[whole].block_size), whole, weighs=weighs)
         self._changes: list[Change] = []
 
     def on_new_request(self, request: Any) -> None:
@@ -163,5 +171,7 @@ class SegmentSchedulerConnector(IdleConnector):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Documents that came into the workers' stores and went, for who routes by them."""
+        if not self._changes:
+            return ()
         changes, self._changes = self._changes, []
         return list(events_of(changes))

@@ -63,11 +63,11 @@ class SingleRows:
 
     def deciding(self, requests: int, prefilling: torch.Tensor | None) -> torch.Tensor:
         """Bool [B], whose prompts are done; `prefilling` lies on the host, None: nobody's."""
-        known = None if prefilling is None else first(prefilling, requests)[:requests]
+        known = None if prefilling is None else prefilling.numpy()[:requests]
         some = known is not None and bool(known.any())
         if some or not self._all:
             self._flags.fill_(True)
         if some and known is not None:
-            self._flags[: len(known)].copy_(~known, non_blocking=True)
+            self._flags[: len(known)].copy_(torch.from_numpy(~known), non_blocking=True)
         self._all = not some
         return first(self._flags, requests)

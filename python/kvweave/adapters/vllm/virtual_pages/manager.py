@@ -56,6 +56,9 @@ class VirtualPagesManager(FullAttentionManager):
             apply_admission_cap=apply_admission_cap,
             **named,
         )
+        if not (needed or apply_admission_cap or new_computed_blocks):
+            # It goes on in a page that it has.
+            return 0
         hit = _numbers(new_computed_blocks)
         held = len(self.req_to_blocks.get(request_id, ())) + len(hit)
         if apply_admission_cap:
@@ -102,6 +105,8 @@ class VirtualPagesManager(FullAttentionManager):
         fresh: list[KVCacheBlock] = super().allocate_new_blocks(
             request_id, num_tokens, num_tokens_main_model
         )
+        if not fresh:
+            return fresh
         numbers = _numbers(fresh)
         forgotten = self.residency.extend(request_id, numbers)
         self.block_pool.evict_blocks(set(forgotten))
@@ -122,6 +127,8 @@ class VirtualPagesManager(FullAttentionManager):
         num_prompt_tokens: int | None = None,
     ) -> None:
         """Gives back what windows have left behind; the pages' numbers stay."""
+        if not self.residency.has_left(request_id, processed_computed_tokens):
+            return
         pages = _Numbers(self.req_to_blocks.get(request_id, ()))
         self.residency.advance(request_id, pages, processed_computed_tokens, self._is_findable)
 

@@ -32,6 +32,10 @@ class Residency:
         self._virtual_pages = virtual_pages
         # By request and class: the first page behind the sink that is still held.
         self._first: dict[str, list[int]] = {}
+        self._sinks = [layout.sink_pages(number) for number in self._classes()]
+        spans = enumerate(layout.spans)
+        self._windows = [(number, span.window) for number, span in spans if span.window is not None]
+        self._nothing = _rows(())
         self._all = _rows((c, page) for c in self._classes() for page in range(1, virtual_pages))
         self.given_back = [0] * len(layout.spans)
 
@@ -50,7 +54,7 @@ class Residency:
         A prefix hit counts among what it holds, and needs no room where others hold it too.
         """
         seen = self._seen(hit)
-        room = self.pages.room_beside(_rows(()))
+        room = self.pages.room_beside(self._nothing)
         hit_blocks = sum(self.layout.parts[number] for number, _ in seen.tolist())
         shared = hit_blocks - (room - self.pages.room_beside(seen))
         fresh = max(-(-tokens // self.layout.page_tokens) - len(hit), 0)
@@ -63,7 +67,8 @@ class Residency:
 
         Errors: `PoolFull`.
         """
-        self._first.setdefault(request, self._sinks())
+        if request not in self._first:
+            self._first[request] = list(self._sinks)
         if not fresh:
             return []
         self.pages.take(_rows((c, page) for page in fresh for c in self._classes()))
@@ -130,7 +135,18 @@ class Residency:
         self.pages.hold(self._seen(hit))
         computed = len(hit) * self.layout.page_tokens
         first = [min(self.layout.first_seen(c, computed), len(hit)) for c in self._classes()]
-        self._first[request] = [max(a, b) for a, b in zip(first, self._sinks(), strict=True)]
+        self._first[request] = [max(a, b) for a, b in zip(first, self._sinks, strict=True)]
+
+    def has_left(self, request: str, computed: int) -> bool:
+        """Whether a request may hold pages that no row at or behind `computed` sees."""
+        first = self._first.get(request)
+        if first is None:
+            return False
+        page_tokens = self.layout.page_tokens
+        for number, window in self._windows:
+            if (computed - window + 1) // page_tokens > first[number]:
+                return True
+        return False
 
     def advance(
         self,
@@ -186,6 +202,8 @@ class Residency:
         return bool(runs[sink] >= sink and runs[count] >= window)
 
     def _seen(self, hit: Sequence[int]) -> _Rows:
+        if not hit:
+            return self._nothing
         computed = len(hit) * self.layout.page_tokens
         return _rows(
             (number, page)
@@ -205,9 +223,6 @@ class Residency:
 
     def _choosing(self) -> list[int]:
         return [number for number in self._classes() if self.layout.budgets[number]]
-
-    def _sinks(self) -> list[int]:
-        return [self.layout.sink_pages(number) for number in self._classes()]
 
 
 def _rows(pairs: Iterable[tuple[int, int]]) -> _Rows:
