@@ -227,7 +227,11 @@ def pass_over(worker: Any, rows: int) -> None:
     """From now on a worker computes nothing for steps of more rows; what it holds is random."""
     for cache in worker.model_runner.kv_caches:
         cache.normal_()
-    model = worker.get_model()
+    skip_layers(worker.get_model(), rows)
+
+
+def skip_layers(model: Any, rows: int = 0) -> None:
+    """From now on a model's hidden states are zeros in steps of more rows, which take no time."""
     computed, like, hidden = model.forward, next(model.parameters()), model.config.hidden_size
 
     def forward(input_ids: Any, positions: Any, *others: Any, **named: Any) -> Any:

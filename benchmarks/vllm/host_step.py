@@ -13,7 +13,7 @@ stock's, and under a map to that of `windows`. Two processes that run the same d
 per cent, by where their memory lies: with `--starts` each engine is several, and has their mean.
 
 A step's host time is what `LLMEngine.step` takes of a processor but for the model's `forward`,
-which stands beside it: on a CPU that is kernels too. FILE is a run for
+which stands beside it; on a CPU that gives zeros. FILE is a run for
 `python -m benchmarks.report.record FILE`.
 
 On CPUs `tests/vllm_plugin/engine` on PYTHONPATH has the ops that vLLM's build for GPUs lacks.

@@ -3,7 +3,9 @@
 Its engine is in this process. Each line of stdin is a load, a JSON object `{"batch": 8, "steps":
 64}`, or `{"mixed": 64}`; the line that answers it has what its steps took on the host. An engine
 that is not asked waits for its next line and computes nothing. Time is the processor's in the
-thread that steps, so that what others do on the same machine is not in it.
+thread that steps, so that what others do on the same machine is not in it. On a CPU nothing is
+computed at all: hidden states are zeros. There a model's kernels share caches with the host's own
+work, which is then slower in the engine whose kernels take longer.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 
 from benchmarks.device.models import MODELS
 from benchmarks.vllm import device
-from benchmarks.vllm.engine import Requests, Task, started
+from benchmarks.vllm.engine import Requests, Task, skip_layers, started
 from benchmarks.vllm.found import say
 from benchmarks.vllm.model import WINDOWS
 
@@ -53,21 +55,20 @@ class Step(NamedTuple):
 class Timed:
     """An engine's parts, each counted as long as it is called.
 
-    `forward` is the Python of a model's layers and, on a CPU, their kernels; where vLLM replays a
-    step from a graph it is not called, and the replay counts as `execute`.
+    `forward` is the Python of a model's layers; where vLLM replays a step from a graph it is not
+    called, and the replay counts as `execute`.
     """
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         self.spent = dict.fromkeys(PHASES, 0.0)
         core = llm.llm_engine.engine_core.engine_core
-        model = core.model_executor.driver_worker.worker.get_model()
         for owner, name, phase in (
             (core.scheduler, "schedule", "schedule"),
             (core.scheduler, "update_from_output", "update"),
             (core.model_executor, "execute_model", "execute"),
             (core.model_executor, "sample_tokens", "sample"),
-            (model, "forward", "forward"),
+            (model_of(llm), "forward", "forward"),
         ):
             setattr(owner, name, self._counted(getattr(owner, name), phase))
 
@@ -109,6 +110,12 @@ def mixed(timed: Timed, requests: Requests, count: int) -> dict[str, Any]:
     for _ in range(count):
         requests.add(int(numbers.integers(*PROMPTS)), int(numbers.integers(*ANSWERS)))
     return found_in(list(timed.steps(requests)), fmean)
+
+
+def model_of(llm: Any) -> Any:
+    """The model that an engine in this process runs."""
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+    return executor.driver_worker.worker.get_model()
 
 
 def lower_quartile(values: Iterable[float]) -> float:
@@ -159,6 +166,8 @@ def main(words: list[str]) -> int:
         others=others,
     )
     llm = engine_of(name, task, Path(folder), Path(heads), int(most))
+    if not on_gpu:
+        skip_layers(model_of(llm))
     timed = Timed(llm)
     requests = Requests(llm, MODELS[model][1]["vocab_size"])
     say(name, what="ready")

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.vllm import host_step, host_step_engine
+from benchmarks.vllm.engine import skip_layers
 from benchmarks.vllm.host_step import Asked, rounds, rows_of
 
 
@@ -72,6 +74,25 @@ def test_a_step_is_all_but_the_models_forward(monkeypatch: pytest.MonkeyPatch) -
     phases = {"schedule": 1.0, "execute": 2.0, "sample": 0.5, "update": 0.25, "forward": 5.0}
     assert [(step.host, step.said) for step in steps] == [(3.875, 2)] * 3
     assert all(step.phases == phases for step in steps)
+
+
+class Layers(torch.nn.Linear):
+    """A model of hidden size 5 whose layers say ones."""
+
+    config = SimpleNamespace(hidden_size=5)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(positions), 5)
+
+
+def test_layers_are_skipped_in_steps_of_more_rows() -> None:
+    few, many = torch.arange(4), torch.arange(6)
+    model = Layers(3, 3)
+    skip_layers(model, 4)
+    assert torch.equal(model(input_ids=few, positions=few), torch.ones(4, 5))
+    assert torch.equal(model(input_ids=many, positions=many), torch.zeros(6, 5))
+    skip_layers(model)
+    assert torch.equal(model(input_ids=few, positions=few), torch.zeros(4, 5))
 
 
 def found(host: float) -> dict[str, Any]:
