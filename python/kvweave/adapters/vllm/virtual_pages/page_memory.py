@@ -65,9 +65,11 @@ class PageMemory:
         """Brings the tables up to date: rows of table, virtual page, arena page."""
         if not len(changes):
             return
-        self._known[changes[:, 0], changes[:, 1]] = changes[:, 2]
-        table, page, first = torch.from_numpy(changes.T.copy()).to(self.tables.device)
-        self.tables[table.long(), page.long()] = first
+        at = changes[:, 0].astype(np.int64) * self._known.shape[1] + changes[:, 1]
+        self._known.ravel()[at] = changes[:, 2]
+        # Places and what lies there in one tensor: one copy to the device.
+        sent = torch.from_numpy(np.stack((at, changes[:, 2]))).to(self.tables.device)
+        self.tables.view(-1).index_copy_(0, sent[0], sent[1].int())
 
     def restore(self) -> None:
         """Has tables say what they said before the device slept, at the same addresses."""

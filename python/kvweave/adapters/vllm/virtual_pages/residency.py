@@ -214,9 +214,12 @@ class Residency:
         )
 
     def _release(self, held: Sequence[tuple[int, int]], findable: Callable[[int], bool]) -> None:
-        for keep in (False, True):
-            rows = [(number, page) for number, page in held if findable(page) is keep]
-            self.pages.release(_rows(rows), keep=keep)
+        rows: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        for at in held:
+            rows[findable(at[1])].append(at)
+        for keep, released in rows.items():
+            if released:
+                self.pages.release(_rows(released), keep=keep)
 
     def _classes(self) -> range:
         return range(len(self.layout.spans))
