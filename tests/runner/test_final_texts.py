@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -242,6 +244,20 @@ def test_a_text_stays_for_who_reads_it_and_nobody_new_finds_it(model: Any) -> No
         assert runner.packed.stats()["final_blocks"] == 2 * BLOCKS
     runner.delete("b")
     assert all_is_back(runner)
+
+
+def test_a_text_that_nobody_reads_has_no_memory(model: Any) -> None:
+    """Also where the last step of all was one that read it."""
+    doc = documents([LONG])[0]
+    runner = runner_of(model, 0.9)
+    runner.insert(doc.tokens, "a")
+    runner.flush()
+    pages = weakref.ref(text_of(runner).parts[0])
+    runner.generate([fresh(70, 1), doc, fresh(5, 2)], "naive", max_new_tokens=3, stop=[])
+    assert pages() is not None
+    runner.delete("a")
+    gc.collect()
+    assert pages() is None
 
 
 def test_names_of_a_text(model: Any, monkeypatch: Any) -> None:
