@@ -143,7 +143,7 @@ EVENTS = (
 """What must have happened on any kind: a soak takes up to twice its time for that."""
 TIERED = ("no room in the store", "restored", "restored by another runner")
 TIERED += ("from device", "from host", "from disk", "from computed")
-AT_HOME_EVENTS = ("requests with pages in host memory", "longer than the device")
+AT_HOME_EVENTS = ("times that host memory was taken", "longer than the device")
 PACKED_EVENTS = ("pages packed beside their prompt",)
 FINAL_EVENTS = ("documents packed finally", "documents left as they were packed")
 

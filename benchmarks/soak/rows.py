@@ -23,7 +23,7 @@ COUNTED = {
 }
 """What a row says, and which counts it sums up."""
 COUNTED_WHERE_THEY_HAPPEN = (
-    *("requests with pages in host memory", "blocks copied to host memory"),
+    *("times that host memory was taken", "blocks copied to host memory"),
     *("longer than the device", "host memory was full", "tokens drafted", "drafts accepted"),
     *("pages packed beside their prompt", "pages packed behind their prompt"),
     *("documents packed finally", "documents left as they were packed"),

@@ -75,7 +75,7 @@ class Served:
     def counts(self) -> dict[str, int]:
         """What the runner has counted since it was made, by what a soak calls it."""
         pools, packing = self.runner.host.values(), self.runner.packing_stats()
-        found = {"requests with pages in host memory": sum(p.stats()["requests"] for p in pools)}
+        found = {"times that host memory was taken": sum(p.stats()["requests"] for p in pools)}
         found["blocks copied to host memory"] = sum(pool.transfers.copied for pool in pools)
         found["documents packed finally"] = packing.get("final", 0)
         found["documents left as they were packed"] = packing.get("kept", 0)
