@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ WEIGHTS |= {"naive": 3, "foresight": 3, "sparsex": 2}
 NAMESPACES = ("one", "other")
 DOCUMENTS = 16
 """Documents of the knowledge base at a time."""
+LONG, LONG_TOKENS = "long", (1400, 1900)
+"""A kind of prompts that are longer than some devices here, for who has room for them elsewhere."""
 SHARED, TURNS, REMEMBERED = 4, 0.25, 32
 """Texts that prompts without marks begin with; the share of second turns, of so many first ones."""
 
@@ -41,17 +44,39 @@ def text(length: int, *seed: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(1, VOCABULARY, length)]
 
 
+@dataclass(frozen=True)
+class Library:
+    """Documents of so many tokens and up to `spread` more, of which a prompt marks some at most."""
+
+    shortest: int = 40
+    spread: int = 120
+    marked: int = 3
+
+    def document(self, number: int) -> tuple[str, str, list[int]]:
+        """Namespace, name and tokens of a document: another text under each number."""
+        length = self.shortest + number * 37 % self.spread
+        return NAMESPACES[number % len(NAMESPACES)], f"document {number}", text(length, 7, number)
+
+
+LIBRARY = Library()
+
+
 def document(number: int) -> tuple[str, str, list[int]]:
-    """Namespace, name and tokens of a document: another text under each number."""
-    length = 40 + number * 37 % 120
-    return NAMESPACES[number % len(NAMESPACES)], f"document {number}", text(length, 7, number)
+    """A document of the library that there is unless another is named."""
+    return LIBRARY.document(number)
 
 
 class Author:
-    """Draws requests; `there` are the numbers of the knowledge base's documents."""
+    """Draws requests by the weights of their kinds, about documents of a library.
 
-    def __init__(self, seed: int) -> None:
+    `there`: the numbers of those that are in the knowledge base.
+    """
+
+    def __init__(
+        self, seed: int, library: Library = LIBRARY, weights: Mapping[str, int] = WEIGHTS
+    ) -> None:
         self.numbers = np.random.default_rng(seed)
+        self.library, self.weights = library, weights
         self.there: list[int] = []
         self.made = 0
         self._seed = seed
@@ -68,8 +93,8 @@ class Author:
         known = [turn for turn in self._first if set(turn[0].documents) <= set(self.there)]
         if known and self.numbers.random() < TURNS:
             return self._second_turn(*known[int(self.numbers.integers(len(known)))])
-        chances = np.array(list(WEIGHTS.values())) / sum(WEIGHTS.values())
-        kind = str(self.numbers.choice(list(WEIGHTS), p=chances))
+        chances = np.array(list(self.weights.values())) / sum(self.weights.values())
+        kind = str(self.numbers.choice(list(self.weights), p=chances))
         if kind in POLICIES and self.there:
             return self._marked(kind)
         return self._plain(kind if kind not in POLICIES else "plain")
@@ -88,7 +113,8 @@ class Author:
     def _plain(self, kind: str) -> Asked:
         shared = int(self.numbers.integers(2 * SHARED))
         before = text(112, 3, shared) if shared < SHARED else []
-        asked = Asked(self._name(), kind, before + self._own(8, 200), self._answer())
+        own = self._own(*LONG_TOKENS) if kind == LONG else self._own(8, 200)
+        asked = Asked(self._name(), kind, before + own, self._answer())
         if kind == "many":
             asked.n = int(self.numbers.integers(2, 4))
         if kind == "stop":
@@ -97,16 +123,16 @@ class Author:
         return asked
 
     def _marked(self, kind: str) -> Asked:
-        """Up to three documents of a namespace, behind less than a block of other text."""
+        """Some documents of a namespace, behind less than a block of other text."""
         space = int(self.numbers.integers(len(NAMESPACES)))
         known = [n for n in self.there if n % len(NAMESPACES) == space]
         if not known:
             return self._plain("plain")
-        count = min(int(self.numbers.integers(1, 4)), len(known))
+        count = min(int(self.numbers.integers(1, self.library.marked + 1)), len(known))
         chosen = [int(n) for n in self.numbers.permutation(known)[:count]]
         tokens, spans = self._own(3, 15), []
         for number in chosen:
-            own = document(number)[2]
+            own = self.library.document(number)[2]
             spans.append([len(tokens), len(tokens) + len(own)])
             tokens += own + self._own(4, 20)
         tokens += self._own(6, 40)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -35,10 +35,13 @@ MOST_S = 120.0
 
 
 class Drawn:
-    """What is drawn for callers, one at a time: a request, what its caller does, and when."""
+    """What is drawn for callers, one at a time: a request, what its caller does, and when.
 
-    def __init__(self, author: Author, seed: int) -> None:
-        self.author = author
+    `without`: what the runner refuses.
+    """
+
+    def __init__(self, author: Author, seed: int, without: Collection[str] = ()) -> None:
+        self.author, self.without = author, without
         self.lock = threading.Lock()
         self._numbers = np.random.default_rng([seed, 2])
 
@@ -59,7 +62,8 @@ class Drawn:
         how["remember"] = bool(drawn[0] >= FORGOTTEN)
         how["reserve"] = bool(drawn[1] < RESERVED)
         how["discover"] = bool(reuses and drawn[2] < DISCOVERED)
-        if reuses and asked.kind == "naive" and drawn[3] < HEALED:
+        heals = reuses and asked.kind == "naive" and "healing" not in self.without
+        if heals and drawn[3] < HEALED:
             how["healing"] = Healing()
         return how
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.soak.asked import DOCUMENTS, document
+from benchmarks.soak.asked import DOCUMENTS
 from benchmarks.soak.clients import Drawn
 from benchmarks.soak.served import Served
 from benchmarks.soak.tally import Tally
@@ -31,6 +31,7 @@ ALL = 3 * DOCUMENTS
 """Documents that there are: prompts mark those too that were deleted, as the tiers have them."""
 DOES = {"put": 4, "drop": 4, "restore": 2, "prefetch": 3, "pin": 2, "forget": 1, "flush": 1}
 TOLD = {"retain": 2, "demote": 2}
+OF_TIERS = ("restore", "prefetch")
 LONGEST_S = 0.15
 """Nothing is done for so long at most."""
 
@@ -44,7 +45,10 @@ class Keeper:
     def __init__(self, served: Served, drawn: Drawn, tally: Tally, seed: int) -> None:
         self.served, self.drawn, self.tally = served, drawn, tally
         self._numbers = np.random.default_rng([seed, 3])
-        self._does = {**DOES, **(TOLD if served.is_told else {})}
+        self._document = served.kind.library.document
+        known = {**DOES, **(TOLD if served.kind.is_told else {})}
+        refused = {*served.kind.without, *(() if served.kind.has_tiers else OF_TIERS)}
+        self._does = {what: chance for what, chance in known.items() if what not in refused}
         self.inserted: list[int] = []
         self._stopped = threading.Event()
 
@@ -52,6 +56,7 @@ class Keeper:
         """Does one thing after the other, until `stop`. For a thread of its own."""
         self._stopped.clear()
         while not self._stopped.wait(float(self._numbers.random()) * LONGEST_S):
+            self._look_at_home()
             chances = np.array(list(self._does.values())) / sum(self._does.values())
             what = str(self._numbers.choice(list(self._does), p=chances))
             with self.tally.watched(f"to {what} a document"):
@@ -72,11 +77,18 @@ class Keeper:
         elif what == "flush":
             self.flush()
         elif what == "forget":
-            space = document(self._any())[0]
+            space = self._document(self._any())[0]
             self.served.runner.forget(space)
             self.tally.note("forget")
         else:
             getattr(self, f"_{what}")(self._any(), call)
+
+    def _look_at_home(self) -> None:
+        """Takes note of times when the host's memory has no room for the slots of a request."""
+        for pool in self.served.runner.host.values():
+            stats = pool.stats()
+            if stats["free"] + stats["claimable"] < pool.slots:
+                self.tally.note("host memory was full")
 
     def _any(self) -> int:
         return int(self._numbers.choice(self.inserted))
@@ -85,7 +97,7 @@ class Keeper:
         """Inserts one that is not there, or once more where all are."""
         absent = sorted(set(range(1, ALL + 1)) - set(self.inserted)) or self.inserted
         number = int(self._numbers.choice(absent))
-        space, name, tokens = document(number)
+        space, name, tokens = self._document(number)
         runner = self.served.runner
         try:
             call(lambda: runner.insert(tokens, name, space))
@@ -99,14 +111,14 @@ class Keeper:
             self.tally.note("put")
 
     def _drop(self, number: int, _: Call) -> None:
-        space, name, _ = document(number)
+        space, name, _ = self._document(number)
         self.inserted.remove(number)
         self.served.runner.delete(name, space)
         self.tally.note("dropped")
 
     def _restore(self, number: int, call: Call) -> None:
         """Freezes a document once more, as the store has it."""
-        space, name, _ = document(number)
+        space, name, _ = self._document(number)
         runner = self.served.runner
         try:
             call(lambda: runner.restore(None, space, name=name))
@@ -121,13 +133,13 @@ class Keeper:
     def _prefetch(self, _: int, call: Call) -> None:
         """Brings any document, also one that was deleted, from the tiers."""
         number = int(self._numbers.integers(1, ALL + 1))
-        found = call(lambda: self.served.runner.prefetch(*_text(number)))
+        found = call(lambda: self.served.runner.prefetch(*self._text(number)))
         self.tally.note(f"prefetched from: {found[0]}")
 
     def _pin(self, number: int, call: Call) -> None:
         """Holds what is cached of a document, while one more thing is done."""
         try:
-            pin = self.served.runner.pin(*_text(number))
+            pin = self.served.runner.pin(*self._text(number))
         except PoolFull:
             self.tally.note("no room to pin")
             return
@@ -136,11 +148,11 @@ class Keeper:
             self._prefetch(number, call)
 
     def _retain(self, number: int, _: Call) -> None:
-        self.served.runner.retain(*_text(number), ttl=1.0, priority=2)
+        self.served.runner.retain(*self._text(number), ttl=1.0, priority=2)
         self.tally.note("retained")
 
     def _demote(self, number: int, _: Call) -> None:
-        self.served.runner.demote(*_text(number))
+        self.served.runner.demote(*self._text(number))
         self.tally.note("demoted")
 
     def flush(self) -> None:
@@ -152,8 +164,7 @@ class Keeper:
         else:
             self.tally.note("flushed")
 
-
-def _text(number: int) -> tuple[Any]:
-    """A document as a text that marks it."""
-    space, _, tokens = document(number)
-    return ([Segment(tokens=tokens, namespace=space)],)
+    def _text(self, number: int) -> tuple[Any]:
+        """A document as a text that marks it."""
+        space, _, tokens = self._document(number)
+        return ([Segment(tokens=tokens, namespace=space)],)

@@ -9,17 +9,6 @@ from benchmarks.soak.probes import Probes
 from benchmarks.soak.tally import Tally
 from kvweave.lab.bench.rows import Row
 
-EVENTS = (
-    *("finished", "second turns", "several answers", "stopped by a string", "streamed"),
-    *("cancelled", "left", "stopped reading", "timed out", "closed under load", "preempted"),
-    *("refused as PoolFull", "refused as InvalidArgument", "refused as NamespaceConflict"),
-    *("refused by a quota", "refused by a tenant's quota", "no room in the store"),
-    *("tenants forgotten",),
-    *("put", "dropped", "restored", "pinned", "retained", "demoted", "forget", "flushed"),
-    *("restarts", "restored by another runner", "emptied"),
-    *("from device", "from host", "from disk", "from remote", "from computed"),
-)
-"""What must have happened: a soak takes up to twice its time for that."""
 COUNTED = {
     "answers": ("finished",),
     "prompt tokens": ("prompt tokens",),
@@ -33,6 +22,13 @@ COUNTED = {
     "restarts, and times that all was given up": ("restarts", "emptied"),
 }
 """What a row says, and which counts it sums up."""
+COUNTED_WHERE_THEY_HAPPEN = (
+    *("times that host memory was taken", "blocks copied to host memory"),
+    *("longer than the device", "host memory was full", "tokens drafted", "drafts accepted"),
+    *("pages packed beside their prompt", "pages packed behind their prompt"),
+    *("documents packed finally", "documents left as they were packed"),
+)
+"""Counts that are a row of those kinds of runners which have any."""
 _HOUR = 3600.0
 
 
@@ -80,6 +76,7 @@ def counts_of(tally: Tally) -> dict[str, int]:
     found["documents inserted, deleted, restored, prefetched"] += sum(prefetched)
     refused = [n for what, n in counts.items() if what.startswith("refused")]
     found["requests and documents refused"] = sum(refused)
+    found |= {what: counts[what] for what in COUNTED_WHERE_THEY_HAPPEN if counts[what]}
     for source in sorted(tally.sources):
         found[f"documents of prompts, from {source}"] = tally.sources[source]
     return found

@@ -1,13 +1,14 @@
 """A mixed load on served runners for a long time: `python -m benchmarks.soak.run [--seconds 600]`.
 
-Two runners of a tiny random Llama, each with host memory, a store and a remote store for documents,
-in turns behind `Runner.serve` and an `AsyncRunner`: prompts of every kind and policy, with marked
-documents that come and go, second turns, several answers and stop strings, of callers who stream,
-leave, stop reading, cancel or ask too much, and of tenants who are forgotten. Every few seconds all
-is left to end, or cancelled: nothing may be held then, and fixed questions have to be answered as a
-quiet runner has answered them at first. Now and then another runner is made of the same folder, as
-after a restart, and all that a runner has is given up. Memory has to be flat over the second half.
-Exit status 1 where anything is not as it should be.
+Runners of a tiny random Llama in turns, of the kinds that `benchmarks.soak.kinds` lists: exact
+pages, pages in the host's memory, packed ones, most of them with host memory and stores for
+documents. Behind `Runner.serve` and an `AsyncRunner` come prompts of every kind and policy, with
+marked documents that come and go, second turns, several answers and stop strings, of callers who
+stream, leave, stop reading, cancel or ask too much, and of tenants who are forgotten. Every few
+seconds all is left to end, or cancelled: nothing may be held then, and fixed questions have to be
+answered as a quiet runner has answered them at first. Now and then another runner is made of the
+same folder, as after a restart, and all that a runner has is given up. Memory has to be flat over
+the second half. Exit status 1 where anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,12 +31,13 @@ from benchmarks.soak.asked import Author
 from benchmarks.soak.clients import Clients, Drawn
 from benchmarks.soak.far import remote_store
 from benchmarks.soak.keeper import Keeper
+from benchmarks.soak.kinds import KINDS, Kind
 from benchmarks.soak.left import Open, emptied, left_behind, live_objects, more_threads
 from benchmarks.soak.log_watch import LogWatch
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.probes import Probes
-from benchmarks.soak.rows import EVENTS, rows_of
-from benchmarks.soak.served import ENGINE, KINDS, Served, tiny_llama
+from benchmarks.soak.rows import rows_of
+from benchmarks.soak.served import ENGINE, Served, tiny_llama
 from benchmarks.soak.tally import Tally
 from benchmarks.soak.tasks import Tasks
 from benchmarks.soak.tenants import live_as_tenant
@@ -57,11 +59,13 @@ class LoadedRunner:
 
     def __init__(self, served: Served, seed: int) -> None:
         self.served, self.seed = served, seed
-        self.tally = Tally()
-        self.drawn = Drawn(Author(seed), seed)
+        kind = served.kind
+        self.tally = Tally(kind.alike)
+        self.drawn = Drawn(Author(seed, kind.library, kind.weights), seed, kind.without)
         self.keeper = Keeper(served, self.drawn, self.tally, seed)
         self.probes = Probes(served, self.tally)
         self.turns = self.quiets = 0
+        self._counted = served.counts()
 
     @property
     def found(self) -> tuple[str, Tally, Probes, dict[str, int]]:
@@ -78,12 +82,16 @@ class LoadedRunner:
         else:
             self._served(seconds, closes)
         self.keeper.flush()
+        counted = served.counts()
+        for what, count in counted.items():
+            self.tally.note(what, count - self._counted[what])
+        self._counted = counted
         self._look(f"turn {turn}")
         self.probes.ask(served.runner, drops=turn % DROPS == 1)
         if turn % RESTARTS == RESTARTS - 1:
             self._restart()
         if turn % EMPTIES == EMPTIES - 1:
-            self._complain("emptied", emptied(served.runner, served.zeroes))
+            self._complain("emptied", emptied(served.runner, served.kind.zeroes))
             self.keeper.inserted.clear()
             self.tally.note("emptied")
         self.probes.compare(self.tally.take_kept())
@@ -149,7 +157,8 @@ class LoadedRunner:
         """Another runner of the same folder answers as the first, and is gone again."""
         again = self.served.another()
         with self.tally.watched("a runner that restarts"):
-            for space in {space for space, *_ in again.tiers.disk.store.documents()}:
+            kept = () if again.tiers is None else again.tiers.disk.store.documents()
+            for space in {space for space, *_ in kept}:
                 try:
                     restored = again.restore(namespace=space)
                 except KvweaveError:
@@ -159,6 +168,16 @@ class LoadedRunner:
             self.probes.ask(again, drops=False)
         again.close()
         self.tally.note("restarts")
+
+    def verify_store(self) -> None:
+        """Complains of files that are not what they should be."""
+        store = self.served.runner.tiers.disk.store
+        with self.tally.watched("the store"):
+            for one in store.list():
+                store.verify(one.name)
+            wrong = store.verify_documents()
+            if wrong:
+                self.tally.complain(f"documents without a shard: {wrong}")
 
     def _look(self, when: str) -> None:
         self.quiets += 1
@@ -173,13 +192,15 @@ class LoadedRunner:
 class Soak:
     """All loads in turns, for so many seconds, or twice as long until everything has happened."""
 
-    def __init__(self, folder: Path, remote: RemoteStore, seed: int) -> None:
+    def __init__(
+        self, folder: Path, remote: RemoteStore, seed: int, kinds: Sequence[Kind] = KINDS
+    ) -> None:
         # What the process holds already is no business of the loads.
         self.alive = live_objects()
         model = tiny_llama()
         self.loads = [
             LoadedRunner(Served(kind, model, folder, remote), seed + number)
-            for number, kind in enumerate(KINDS)
+            for number, kind in enumerate(kinds)
         ]
         self.memory, self.begun = Memory(), time.monotonic()
         self.open: Open | None = None
@@ -197,7 +218,8 @@ class Soak:
         """What has not happened yet."""
         seen = {what for load in self.loads for what, n in load.tally.counts.items() if n}
         seen |= {f"from {one}" for load in self.loads for one in load.tally.sources}
-        return [what for what in EVENTS if what not in seen]
+        wanted = dict.fromkeys(what for load in self.loads for what in load.served.kind.all_events)
+        return [what for what in wanted if what not in seen]
 
     @property
     def all_complaints(self) -> list[str]:
@@ -211,14 +233,9 @@ class Soak:
                 load.turn(loaded_s)
             self.look()
         for load in self.loads:
-            store = load.served.runner.tiers.disk.store
-            with load.tally.watched("the store"):
-                for one in store.list():
-                    store.verify(one.name)
-                wrong = store.verify_documents()
-                if wrong:
-                    load.tally.complain(f"documents without a shard: {wrong}")
-            load._complain("emptied at last", emptied(load.served.runner, load.served.zeroes))
+            if load.served.kind.has_tiers:
+                load.verify_store()
+            load._complain("emptied at last", emptied(load.served.runner, load.served.kind.zeroes))
             load.served.runner.close()
         self.complaints += [f"never happened: {what}" for what in self.never]
         self.complaints += self.memory.complaints()
@@ -255,16 +272,24 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.soak.run", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--turn", type=float, default=LOADED_S, help="seconds of load in a turn")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], help="words that names of kinds have; all if none"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     given = parser.parse_args(words)
+    kinds = [
+        kind for kind in KINDS if not given.kinds or any(word in kind.name for word in given.kinds)
+    ]
+    if not kinds or (given.record and len(kinds) < len(KINDS)):
+        parser.error("--kinds: expected words of names, and none beside --record")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UncertifiedPolicy)
     # What a store could not keep is counted; where it may be a fault, that is complained of.
     warnings.simplefilter("ignore", StoreDegraded)
     logs = LogWatch(("kvweave",))
     with TemporaryDirectory() as made, remote_store(Path(made)) as remote:
-        soak = Soak(Path(made), remote, given.seed)
+        soak = Soak(Path(made), remote, given.seed, kinds)
         try:
             soak.run(given.seconds, given.turn)
         finally:

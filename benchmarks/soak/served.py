@@ -1,4 +1,4 @@
-"""The runners of a soak: a tiny random Llama with tiers, and a quiet twin beside each.
+"""The runners of a soak: a tiny random Llama as a kind asks for it, and a quiet twin beside each.
 
 Both live as long as the soak, so that what one of them leaks adds up; they are loaded in turns.
 """
@@ -6,59 +6,33 @@ Both live as long as the soak, so that what one of them leaks adds up; they are 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import Any
 
 from benchmarks.soak.asked import NAMESPACES, VOCABULARY
+from benchmarks.soak.kinds import CLASSES, HEAD_DIM, KV_HEADS, LAYERS, Heads, Kind
 from benchmarks.soak.words import word_tokenizer
 from kvweave import HeadClassMap, Runner, Store
+from kvweave.cache import KvCache
 from kvweave.remote import RemoteStore
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
     "max_position_embeddings": 16384,
     "initializer_range": 0.1,
     "tie_word_embeddings": False,
 }
-TOKEN_BYTES = 4 * 2 * 2 * 32 * 4
-"""Of the KV of a token: layers, KV heads, K and V, numbers of four bytes."""
-ARENA_TOKENS, QUIET_TOKENS = 3200, 4096
-TOO_MANY = 4 * ARENA_TOKENS
-"""Tokens that no arena of these holds, whatever its windows spare."""
-HOST_BYTES = 640 * TOKEN_BYTES
-STORE_BYTES, QUOTA_BYTES = 2600 * TOKEN_BYTES, 900 * TOKEN_BYTES
-QUOTA_BLOCKS = 32
-"""Blocks of each head group that documents of a namespace may pin."""
+QUIET_TOKENS = 4096
+TOO_MANY = 12_800
+"""Tokens that no runner of these holds, whatever its windows spare."""
 ENGINE: dict[str, Any] = {"token_budget": 160, "chunk_tokens": 96, "max_running": 8}
-WHOLE = (1, 0, 2, 1)
-"""KV heads of each layer that keep everything, where the others keep a sink and a window."""
-WINDOW = {"sink": 16, "recent": 48}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What a runner of the soak is asked for."""
-
-    name: str
-    how: dict[str, Any]
-    windows: bool = False
-
-
-KINDS = (
-    Kind("materialise", {"mode": "materialise", "eviction": "cost-aware"}),
-    Kind(
-        "share, windows, zeroed",
-        {"mode": "share", "eviction": "s3-fifo", "zero_on_free": True},
-        windows=True,
-    ),
-)
 
 
 class Served:
@@ -68,11 +42,10 @@ class Served:
         self.kind = kind
         self._model, self._remote = model, remote
         self._tokenizer = self.tokenizer()
-        self._heads = _windows(model) if kind.windows else None
-        self.folder = folder / kind.name.split(",")[0]
+        self.folder = folder / re.sub(r"\W+", "-", kind.name)
         self.runner = self.another()
-        mode = kind.how["mode"]
-        self.twin = self._made(max_tokens=QUIET_TOKENS, mode=mode)
+        quiet: dict[str, Any] = {"max_tokens": QUIET_TOKENS}
+        self.twin = self._made(kind.twin_heads or kind.heads, **quiet)
 
     @staticmethod
     def tokenizer() -> Any:
@@ -81,27 +54,48 @@ class Served:
 
     def another(self) -> Runner:
         """One more runner of the same folder, as after a restart."""
-        limits = {"capacity_bytes": STORE_BYTES, "quota_bytes": QUOTA_BYTES}
-        store = Store(self.folder, hash="sha256", eviction="cost-aware", **limits)
-        how: dict[str, Any] = {"hash": "sha256", "document_bytes": HOST_BYTES, **self.kind.how}
-        runner = self._made(max_tokens=ARENA_TOKENS, store=store, remote=self._remote, **how)
+        kind, room = self.kind, self.kind.room
+        how: dict[str, Any] = {"hash": "sha256", "max_tokens": room.device, **kind.how}
+        if kind.has_tiers:
+            limits = {"capacity_bytes": self.bytes_of(room.stored)}
+            limits["quota_bytes"] = self.bytes_of(room.stored_quota)
+            how["store"] = Store(self.folder, hash="sha256", eviction="cost-aware", **limits)
+            how["document_bytes"] = self.bytes_of(room.document)
+            if "remote" not in kind.without:
+                how["remote"] = self._remote
+        runner = self._made(kind.heads, **how)
         for space in NAMESPACES:
-            runner.cache.set_quota(space, blocks=QUOTA_BLOCKS)
+            books_of(runner).set_quota(space, blocks=quota_of(runner, room.frozen_quota))
         return runner
 
-    @property
-    def is_told(self) -> bool:
-        """Whether its cache goes by what `retain` and `demote` say."""
-        return self.runner.eviction == "cost-aware"
+    def bytes_of(self, tokens: int) -> int:
+        """What so many tokens of documents take in a tier."""
+        return tokens * self.kind.token_bytes
 
-    @property
-    def zeroes(self) -> bool:
-        """Whether freed blocks are overwritten."""
-        return bool(self.kind.how.get("zero_on_free"))
+    def counts(self) -> dict[str, int]:
+        """What the runner has counted since it was made, by what a soak calls it."""
+        pools, packing = self.runner.host.values(), self.runner.packing_stats()
+        found = {"times that host memory was taken": sum(p.stats()["requests"] for p in pools)}
+        found["blocks copied to host memory"] = sum(pool.transfers.copied for pool in pools)
+        found["documents packed finally"] = packing.get("final", 0)
+        found["documents left as they were packed"] = packing.get("kept", 0)
+        return found
 
-    def _made(self, **how: Any) -> Runner:
-        known = {"heads": self._heads, "check": False, "progress": False}
+    def _made(self, heads: Heads | None, **how: Any) -> Runner:
+        known: dict[str, Any] = {"check": False, "progress": False, **self.kind.shared}
+        if heads is not None:
+            known["heads"] = _map_of(self._model, heads)
         return Runner(self._model, self._tokenizer, **known, **how)
+
+
+def books_of(runner: Runner) -> KvCache:
+    """The cache whose blocks documents are frozen in."""
+    return runner.cache if runner.packed is None else runner.packed.cache
+
+
+def quota_of(runner: Runner, tokens: int) -> int:
+    """Blocks of each head group that so many tokens of documents take."""
+    return tokens // books_of(runner).shape.page_tokens
 
 
 def tiny_llama() -> Any:
@@ -113,17 +107,15 @@ def tiny_llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
 
 
-def _windows(model: Any) -> HeadClassMap:
-    """A map with uneven layers."""
+def _map_of(model: Any, classes: Heads) -> HeadClassMap:
+    """A map of these classes."""
     fingerprint = Runner(model, max_tokens=64, check=False, progress=False).spec.fingerprint
-    layers, kv_heads = SHAPE["num_hidden_layers"], SHAPE["num_key_value_heads"]
     heads = []
-    for layer in range(layers):
-        for head in range(kv_heads):
-            full = head < WHOLE[layer]
-            kept = {"kind": "full"} if full else {"kind": "window", **WINDOW}
-            reach = "global" if full else "local"
-            said = {"class": kept, "reach": reach, "stability": "stable"}
+    for layer, names in enumerate(classes):
+        for head, name in enumerate(names):
+            reach = "local" if name == "window" else "global"
+            stability = "unstable" if name == "unstable" else "stable"
+            said = {"class": CLASSES[name], "reach": reach, "stability": stability}
             heads.append({"layer": layer, "head": head, **said})
-    known = {"schema_version": 1, "model_fingerprint": fingerprint, "layers": layers}
-    return HeadClassMap.from_json(json.dumps({**known, "kv_heads": kv_heads, "heads": heads}))
+    known = {"schema_version": 1, "model_fingerprint": fingerprint, "layers": LAYERS}
+    return HeadClassMap.from_json(json.dumps({**known, "kv_heads": KV_HEADS, "heads": heads}))

@@ -9,17 +9,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.soak.asked import EXACT, Asked
+from benchmarks.soak.asked import LONG, Asked
+from benchmarks.soak.kinds import Alike
 
 KEPT = 12
 """Answers of a load that a quiet runner is asked for too, the next time that all is quiet."""
 MOST_COMPLAINTS = 50
+ALIKE = Alike()
+"""What is exact under any load."""
 
 
 class Tally:
-    """Counts by name, complaints, and some answers that are compared in quiet. Any thread."""
+    """Counts by name, complaints, and some answers that are compared in quiet. Any thread.
 
-    def __init__(self) -> None:
+    `alike`: which answers these may be.
+    """
+
+    def __init__(self, alike: Alike = ALIKE) -> None:
+        self.alike = alike
         self.counts: Counter[str] = Counter()
         self.sources: Counter[str] = Counter()
         self.complaints: list[str] = []
@@ -59,7 +66,14 @@ class Tally:
             self.counts["stopped by a string"] += done.stopped
             self.counts["second turns"] += asked.before is not None
             self.sources.update(document.source for document in report.documents)
-            if asked.kind in EXACT and asked.n == 1 and len(self.kept) < KEPT:
+            self.counts["longer than the device"] += asked.kind == LONG
+            if report.speculation is not None:
+                self.counts["tokens drafted"] += report.speculation.drafted
+                self.counts["drafts accepted"] += report.speculation.accepted
+            if report.packed is not None:
+                self.counts["pages packed beside their prompt"] += report.packed.beside
+                self.counts["pages packed behind their prompt"] += report.packed.behind
+            if len(self.kept) < KEPT and self.alike.holds(asked, done):
                 self.kept.append((asked, said))
 
     def take_kept(self) -> list[tuple[Asked, list[int]]]:

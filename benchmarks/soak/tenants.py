@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from benchmarks.soak.asked import text
-from benchmarks.soak.served import Served
+from benchmarks.soak.served import Served, books_of, quota_of
 from benchmarks.soak.tally import Tally
 from benchmarks.soak.words import words_of
 from kvweave import Segment, Tenant
@@ -15,16 +15,16 @@ from kvweave.errors import NamespaceConflict, PoolFull, QuotaExceeded, UnknownSe
 from kvweave.runner import Server
 
 POLICIES = ("naive", "foresight", "sparsex", "full")
-ROUNDS, TOKENS, ANSWER, QUOTA_BLOCKS, QUANTUM_S = 6, 90, 6, 20, 0.05
-"""Requests and documents of a tenant, tokens of each, and the blocks that it may keep."""
+ROUNDS, TOKENS, ANSWER, QUOTA_TOKENS, QUANTUM_S = 6, 90, 6, 320, 0.05
+"""Requests and documents of a tenant, tokens of each, and those that it may keep."""
 
 
 def live_as_tenant(served: Served, server: Server, tally: Tally, seed: int) -> None:
     """All that one tenant does: in its namespace nothing is cached when it is gone."""
     name = f"tenant {seed}"
     numbers = np.random.default_rng([seed, 4])
-    runner = served.runner
-    runner.cache.set_quota(name, blocks=QUOTA_BLOCKS)
+    runner, books = served.runner, books_of(served.runner)
+    books.set_quota(name, blocks=quota_of(runner, QUOTA_TOKENS))
     quantum = QUANTUM_S if seed % 2 else None
     tenant = Tenant(runner, server, name, quantum_s=quantum)
     kept: Counter[str] = Counter()
@@ -46,10 +46,11 @@ def live_as_tenant(served: Served, server: Server, tally: Tally, seed: int) -> N
     for one in kept:
         tenant.delete(one)
     tenant.forget()
-    runner.cache.set_quota(name)
+    books.set_quota(name)
     # Its requests have ended: nothing holds what it computed.
     known = [np.asarray(tokens, np.int32) for tokens in texts]
-    left = [tokens for tokens in known if runner.cache.match_prefix(tokens, name)]
+    caches = {id(cache): cache for cache in (runner.cache, books)}.values()
+    left = [tokens for cache in caches for tokens in known if cache.match_prefix(tokens, name)]
     if left:
         tally.complain(f"{name}: {len(left)} of its texts are cached behind `forget`")
     tally.note("tenants forgotten")

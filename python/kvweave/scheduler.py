@@ -35,9 +35,10 @@ admitted by that working set, and has its other blocks promised there; `in_parts
 `holds` tells what of it has been taken, until which the rest is nobody else's. When the cache
 raises `PoolFull` all the same (other users of it took the room, or who gave way had pages that
 others read too),
-`not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing; for a request
-that decodes, the next plan makes room. A step that failed for another reason is
-`not_done(request)`, and is planned again.
+`not_done(request, no_room=True)` says so: a prompt waits again and must hold nothing, until
+somebody who runs gives room back or is done with a prompt, or nobody runs; for a request that
+decodes, the next plan makes room. A step that failed for another reason is `not_done(request)`, and
+is planned again.
 
 Rules. `priority` (more is sooner) makes a request as old as if it had come `ageing_ns` earlier for
 each level, so nobody is passed for longer than its difference in levels times that. Decoding goes

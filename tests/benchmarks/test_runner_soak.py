@@ -20,13 +20,14 @@ import torch
 
 from benchmarks.soak.asked import Asked, Author, document
 from benchmarks.soak.clients import Clients, Drawn
+from benchmarks.soak.kinds import KINDS, Alike, Kind
 from benchmarks.soak.left import Open, emptied, left_behind, live_objects, more_threads
 from benchmarks.soak.memory import MIB, Memory, allocated_bytes
 from benchmarks.soak.probes import Probes
 from benchmarks.soak.prompts import how_of, policy_of, prompt_of
 from benchmarks.soak.rows import rows_of
 from benchmarks.soak.run import Soak
-from benchmarks.soak.served import ENGINE, KINDS, Served, tiny_llama
+from benchmarks.soak.served import ENGINE, Served, tiny_llama
 from benchmarks.soak.tally import MOST_COMPLAINTS, Tally, wrongs
 from benchmarks.soak.tasks import Tasks
 from kvweave import InvalidArgument, Segment
@@ -35,6 +36,7 @@ from kvweave.remote import RemoteStore
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "6"))
 TURN_S = 1.0
+ONE_ROUND_S, SHORT_TURN_S = float(os.environ.get("SOAK_SECONDS", "1")), 0.4
 ASKED = Asked("r1", "full", [5, 6, 7], 2)
 
 
@@ -51,27 +53,48 @@ def served(tmp_path: Path, remote: RemoteStore) -> Iterator[Served]:
     made.runner.close()
 
 
-def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
-    tmp_path: Path, remote: RemoteStore
-) -> None:
+def named(words: str) -> Kind:
+    """The kind whose name begins so."""
+    return next(kind for kind in KINDS if kind.name.startswith(words))
+
+
+def run_without_complaints(soak: Soak, seconds: float, turn_s: float) -> None:
     threads = torch.get_num_threads()
-    soak = Soak(tmp_path, remote, 0)
-    soak.run(SECONDS, TURN_S)
+    soak.run(seconds, turn_s)
     complaints = [one for one in soak.complaints if not one.startswith("never happened")]
     complaints += [one for load in soak.loads for one in load.tally.complaints]
     assert not complaints, "\n".join(complaints)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
+    tmp_path: Path, remote: RemoteStore
+) -> None:
+    soak = Soak(tmp_path, remote, 0, KINDS[:2])
+    run_without_complaints(soak, SECONDS, TURN_S)
     assert all(load.tally.counts["finished"] > 5 for load in soak.loads)
     assert all(load.probes.compared > 20 for load in soak.loads)
     rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], 3)
     assert len({row.name for row in rows}) == len(rows)
     assert [row.value for row in rows if row.name == "complaints"] == [3]
-    assert torch.get_num_threads() == threads
+
+
+def test_so_it_is_over_host_memory_and_packed_pages(tmp_path: Path, remote: RemoteStore) -> None:
+    some = [named(words) for words in ("host memory, exact", "int4", "int8")]
+    soak = Soak(tmp_path, remote, 1, KINDS[2:] if "SOAK_SECONDS" in os.environ else some)
+    run_without_complaints(soak, ONE_ROUND_S, SHORT_TURN_S)
+    for load in soak.loads:
+        assert load.tally.counts["finished"] > 1
+        assert (load.probes.compared > 0) == (load.served.kind.alike != Alike((), ()))
+        if load.served.runner.host:
+            assert load.tally.counts["times that host memory was taken"] > 5
 
 
 def answered(**changes: Any) -> Any:
     """An answer to `ASKED`, in which something is wrong."""
     report = SimpleNamespace(tokens=3, reused_prefix=1, reused_segment=0)
     report.recomputed, report.resumed, report.documents = changes.pop("recomputed", 2), 0, []
+    report.speculation = report.packed = None
     return SimpleNamespace(report=report, **{"tokens": [8, 9], "stopped": False, **changes})
 
 
@@ -124,10 +147,49 @@ def test_whoever_holds_something_is_seen(served: Served) -> None:
     # What nobody zeroes stays where it was, also when all is given up.
     found = list(emptied(runner, zeroes=True))
     assert [one.split(" ", 1)[1] for one in found] == [
-        "numbers in freed pages of the device",
-        "numbers in freed pages of the host",
+        "bytes in freed pages of the device",
+        "bytes in freed pages of the host",
     ]
     assert list(emptied(runner, zeroes=False)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"), [("host memory, exact", "host's memory of head"), ("int4", "packed blocks")]
+)
+def test_pages_that_are_held_elsewhere_are_seen(
+    kind: str, held: str, tmp_path: Path, remote: RemoteStore
+) -> None:
+    served = Served(named(kind), tiny_llama(), tmp_path, remote)
+    runner = served.runner
+    tokens = [1 + number % 500 for number in range(1500)]
+    assert list(left_behind(served)) == []
+    with runner.prefill(tokens, "full", remember=False):
+        assert any(held in one for one in left_behind(served))
+        with closing(runner.engine(**ENGINE)) as engine:
+            engine.submit(tokens[:200], "full", max_new_tokens=9, stop=())
+            while not engine.metrics()["decoding"]:
+                engine.step()
+            engine.step()
+            assert any("places of bounds" in one for one in left_behind(served)) == bool(
+                runner.host
+            )
+    assert list(left_behind(served)) == []
+    assert list(emptied(runner, zeroes=False)) == []
+    runner.close()
+
+
+def test_answers_that_depend_on_what_went_before_are_not_compared() -> None:
+    alike = Alike(turns=False, resumed=False, tokens=5, found=1)
+    assert alike.holds(ASKED, answered())
+    second = replace(ASKED, before="r0")
+    for asked in (second, replace(ASKED, n=2), replace(ASKED, kind="naive")):
+        assert not alike.holds(asked, answered())
+    assert not alike.holds(replace(ASKED, answer=3), answered())
+    resumed, found = answered(), answered()
+    resumed.report.resumed, found.report.reused_segment = 1, 1
+    assert not alike.holds(ASKED, resumed)
+    assert not alike.holds(ASKED, found)
+    assert Alike().holds(second, resumed)
 
 
 def test_requests_that_live_threads_and_files_are_seen(served: Served, tmp_path: Path) -> None:

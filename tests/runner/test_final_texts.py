@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -240,8 +242,25 @@ def test_a_text_stays_for_who_reads_it_and_nobody_new_finds_it(model: Any) -> No
         runner.flush()
         assert all(logits.isfinite().all() for logits in steps_of(runner, sequence, 3))
         assert runner.packed.stats()["final_blocks"] == 2 * BLOCKS
+    # Whoever computes next finds that nobody reads it any more.
+    runner.generate(random_tokens(9, 8), max_new_tokens=2, stop=[])
+    assert runner.packed.stats()["final_blocks"] == BLOCKS
     runner.delete("b")
     assert all_is_back(runner)
+
+
+def test_a_text_that_nobody_reads_has_no_memory(model: Any) -> None:
+    """Also where the last step of all was one that read it."""
+    doc = documents([LONG])[0]
+    runner = runner_of(model, 0.9)
+    runner.insert(doc.tokens, "a")
+    runner.flush()
+    pages = weakref.ref(text_of(runner).parts[0])
+    runner.generate([fresh(70, 1), doc, fresh(5, 2)], "naive", max_new_tokens=3, stop=[])
+    assert pages() is not None
+    runner.delete("a")
+    gc.collect()
+    assert pages() is None
 
 
 def test_names_of_a_text(model: Any, monkeypatch: Any) -> None:
@@ -264,6 +283,36 @@ def test_names_of_a_text(model: Any, monkeypatch: Any) -> None:
         go.set()
         runner.flush()
     assert report.why == "deleted before it was packed finally"
+    assert all_is_back(runner)
+
+
+def test_a_name_that_is_given_twice_keeps_no_other_text(model: Any) -> None:
+    """The block that a second insertion had for its last page is another document's then."""
+    runner = runner_of(model, 0.9)
+    for _ in range(2):
+        runner.insert(random_tokens(70, 3), "short")
+    runner.insert(random_tokens(LONG, 1), "long")
+    runner.flush()
+    assert runner.packed.stats()["final_blocks"] == BLOCKS
+    runner.delete("long")
+    assert runner.packed.stats()["final_blocks"] == 0
+    runner.delete("short")
+    assert all_is_back(runner)
+
+
+def test_a_text_that_is_inserted_again_stays_as_it_is(model: Any) -> None:
+    doc = documents([LONG])[0]
+    runner = runner_of(model, 0.9)
+    prompt = [fresh(70, 1), doc, fresh(5, 2)]
+    said = []
+    for _ in range(3):
+        runner.insert(doc.tokens, "a")
+        runner.flush()
+        done = runner.generate(prompt, "naive", max_new_tokens=5, stop=[])
+        said.append((done.tokens, done.report.reused_segment, text_of(runner)))
+    assert said[0] == said[1] == said[2]
+    assert said[0][1] == LONG
+    runner.delete("a")
     assert all_is_back(runner)
 
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from families import random_tokens, tiny
 from host_memory import PAGE, held_at_home, host_runner, nothing_is_held
 from kvweave import PoolFull, TransferFailed
+from kvweave.policies import policy_of
 from kvweave.runner import Runner
 from kvweave.runner.kv import parted_kv
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.parted_kv import PartedKv
+from kvweave.runner.prefill.lookup import Lookup
+from kvweave.runner.prefill.parted_job import PartedJob
 from ranked_pages import FULL, WINDOW, top_k
 
 CHOOSE = top_k(4, 4)
@@ -66,6 +69,23 @@ def test_a_prompt_in_parts_is_what_it_is_as_a_whole(
     assert nothing_is_held(runner)
     wanted = resident.generate(tokens, "full", **ASK).tokens
     assert runner.generate(tokens, "full", **ASK).tokens == wanted
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("first", [1, 13, 31])
+def test_a_first_part_that_is_cut_short_is_computed_before_windows_move_on(
+    llama: Any, first: int
+) -> None:
+    """As where others take most of a step's tokens; 13 ends within a page."""
+    tokens = random_tokens(230, 3)
+    resident = host_runner(llama, MIXED, None)
+    runner = host_runner(llama, MIXED, max_tokens=200)
+    policy, prompt = policy_of("full"), runner.tokenize(tokens)
+    job = PartedJob(runner._prefiller, prompt, policy, Lookup("", False, False), 32)
+    for to in (first, first + 40, 200, 230):
+        job.advance(to)
+    with resident.prefill(tokens, "full") as whole, job.finish() as done:
+        torch.testing.assert_close(done.logits, whole.logits, atol=2e-5, rtol=2e-5)
     assert nothing_is_held(runner)
 
 
@@ -139,10 +159,10 @@ def test_a_request_holds_its_working_set_and_no_more(
     def held() -> int:
         return int(runner.cache.stats()["groups"][0]["held"])
 
-    def seen(kv: PartedKv) -> None:
+    def seen(kv: PartedKv, computed: int) -> None:
         nonlocal most
         most = max(most, held())
-        spill(kv)
+        spill(kv, computed)
 
     monkeypatch.setattr(PartedKv, "spill", seen)
     request = engine.submit(random_tokens(450, 1), "full", **ASK)

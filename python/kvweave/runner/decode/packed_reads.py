@@ -174,7 +174,10 @@ class PackedReads:
         self._choice = PackedChoice(pool) if pool.heads.budgets else None
 
     def forget(self, sequence: Decoding) -> None:
-        """Lets go of what the heads of a request have chosen."""
+        """Lets go of a request, and of the batch that it was of: another one is seated next."""
+        self.seat(())
+        # Texts that nobody reads any more have no memory.
+        self._final = ()
         if self._choice is not None:
             self._choice.forget(sequence)
 

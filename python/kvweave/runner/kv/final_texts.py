@@ -250,11 +250,14 @@ class FinalTexts:
 
     def leave(self, text: FinalText) -> None:
         """Has a text be found by nobody any more; it goes when nobody reads it."""
-        text.held.retract()
-        self._left.add(text)
+        if text not in self._left:
+            text.held.retract()
+            self._left.add(text)
 
     def give_back(self, is_read: Callable[[Int32], bool]) -> None:
         """Lets go of texts that left and nobody reads; their blocks are kept back again."""
+        if not self._left:
+            return
         for which, text in list(self._texts.items()):
             if text not in self._left or is_read(text.blocks):
                 continue

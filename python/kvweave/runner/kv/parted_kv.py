@@ -37,12 +37,12 @@ class PartedKv(RequestKv):
         self._table = self._rows = None
         self.copy()
 
-    def spill(self) -> None:
-        """Has all pages before the newest token's lie at home, where there is room for them.
+    def spill(self, computed: int) -> None:
+        """Has pages of so many tokens lie at home, but for the newest one's, where there is room.
 
         All of them have their KV.
         """
-        pages = (self.request.length - 1) // self.heads.cache.shape.page_tokens
+        pages = (computed - 1) // self.heads.cache.shape.page_tokens
         for host in self.host.values():
             host.spill(pages)
         self._table = None

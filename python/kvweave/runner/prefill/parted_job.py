@@ -116,14 +116,17 @@ class PartedJob(PrefillJob):
         if self._run is None:
             known = self._kv, self._ids, self._plans(), self._first, self._view.prefix
             self._run = self._context.executor.in_chunks(*known)
-        for first, end in spans(self.computed, to, self._most_rows):
+        # Windows move on when tokens are appended: what was admitted is computed before that.
+        admitted = min(to, max(self.computed, self.request.length))
+        parts = [(self.computed, admitted)] if self.computed < admitted else []
+        for first, end in [*parts, *spans(admitted, to, self._most_rows)]:
             if end > self.request.length:
                 self._kv.grow(self._prompt.tokens[self.request.length : end])
             self._run.compute(first, end)
             self.computed = end
             if self._lookup.at_once:
                 self._kv.commit(end, end)
-            self._kv.spill()
+            self._kv.spill(end)
 
     @torch.inference_mode()
     def finish(self) -> Prefill:

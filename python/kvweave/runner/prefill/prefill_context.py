@@ -64,6 +64,9 @@ class PrefillContext:
         self.final_packing: FinalPacking | None = None
         if self.packed is not None and (self.packed.bases or self.packed.final):
             self.final_packing = FinalPacking(self.packed, self.computing)
+            if (strategies := self.final_packing.strategies) is not None:
+                # Who read a deleted document may have been the last to.
+                self.computing.at_end = strategies.give_back
 
     def warn_of_length(self, tokens: int) -> None:
         """Warns of a prompt and answer longer than the model is made for."""

@@ -106,6 +106,9 @@ fn take_room(
 ) -> Result<usize, Shortage> {
     let Some(request) = books.get(slot) else { return Ok(0) };
     let (id, known) = (request.id, request.known);
+    if books.waits_for_others(request) {
+        return Err(Shortage::new(1, 0));
+    }
     let full = books.running.len() >= books.config.max_running;
     if full && lower(books, request, plan.step).next().is_none() {
         return Err(Shortage::new(1, 0));

@@ -33,6 +33,8 @@ pub(super) struct Books {
     pub(super) shares: Shares,
     pub(super) kinds: BTreeMap<u32, Kind>,
     pub(super) counts: Counts,
+    /// How often somebody who ran gave room back, or was done with a prompt.
+    pub(super) eased: u64,
     longest_wait: u64,
     total_wait: u64,
 }
@@ -51,6 +53,7 @@ impl Books {
             shares: Shares::new(config.quantum),
             kinds: BTreeMap::new(),
             counts: Counts::default(),
+            eased: 0,
             longest_wait: 0,
             total_wait: 0,
         }
@@ -97,6 +100,7 @@ impl Books {
             given: Given::Nothing,
             admitted: 0,
             charged: false,
+            lacked: None,
         };
         self.counts.arrived += 1;
         let served = self.step;
@@ -142,6 +146,7 @@ impl Books {
             self.shares.note_waiting(request.namespace, false);
         } else {
             self.running.retain(|&other| other != slot);
+            self.eased += 1;
         }
         room.release(id);
         self.shares.exit(request.namespace);
@@ -192,6 +197,12 @@ impl Books {
         self.shares.note_waiting(request.namespace, true);
     }
 
+    /// Whether a request waits for others: its prompt found no room that was promised, and who runs
+    /// has neither given any back since nor done with a prompt.
+    pub(super) fn waits_for_others(&self, request: &Tracked) -> bool {
+        request.lacked == Some(self.eased) && !self.running.is_empty()
+    }
+
     /// Whether a request's token is being computed.
     pub(super) fn is_asked(&self, slot: u32) -> bool {
         self.get(slot).is_some_and(Tracked::awaits_token)
@@ -210,7 +221,8 @@ impl Books {
         request.known = known;
         request.computed = known - 1;
         request.given = Given::Nothing;
-        request.state = RequestState::Decoding;
+        let was = std::mem::replace(&mut request.state, RequestState::Decoding);
+        self.eased += u64::from(was == RequestState::Prefilling);
         // The first token of each step is charged when it is planned.
         self.shares.charge(request.namespace, count as i64 - 1);
         Ok(())

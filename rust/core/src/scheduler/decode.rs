@@ -75,6 +75,7 @@ pub(super) fn preempt(
     let Some(request) = books.get(slot) else { return };
     let request = request.id;
     books.step_back(slot, room);
+    books.eased += 1;
     books.counts.preempted += 1;
     plan.preempted.push(Preempted { request, for_request });
 }

@@ -180,7 +180,9 @@ impl<R: Room> Scheduler<R> {
 
     /// What the last plan gave this request was not carried out, and will be planned again. With
     /// `no_room` because its memory was not to be had after all: a prompt waits again and holds
-    /// nothing; for one that decodes, the next plan makes room. Whether it was live.
+    /// nothing, until somebody who runs gives room back or is done with a prompt, or nobody runs:
+    /// those in mid-way would get no tokens if it took the next step's again. For one that decodes,
+    /// the next plan makes room. Whether it was live.
     ///
     /// # Errors
     /// `InvalidArgument` if the last plan gave it nothing, or it has been answered.
@@ -202,6 +204,10 @@ impl<R: Room> Scheduler<R> {
                 if no_room {
                     self.room.retract(request, 0);
                     self.books.step_back(slot, &mut self.room);
+                    let eased = self.books.eased;
+                    if let Some(live) = self.books.get_mut(slot) {
+                        live.lacked = Some(eased);
+                    }
                 }
             }
             other => {

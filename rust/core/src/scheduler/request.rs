@@ -99,6 +99,8 @@ pub(super) struct Tracked {
     pub(super) admitted: u64,
     /// Whether its prompt has been charged to its namespace.
     pub(super) charged: bool,
+    /// Where its prompt found no room that was promised: the `Books::eased` of then.
+    pub(super) lacked: Option<u64>,
 }
 
 impl Tracked {
