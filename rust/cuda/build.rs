@@ -16,8 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 /// Two targets of a source at once: the slowest takes minutes, while no other is left to compile.
-const FLAGS: &[&str] =
-    &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings", "--threads=2"];
+const FLAGS: &[&str] = &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings", "--threads=2"];
 /// Native code for A100 and H100/H200, and PTX that newer drivers compile for anything later. A
 /// source that needs one architecture names its own, in a line `// targets: sm_90a` at its head.
 const TARGETS: &str = "sm_80, sm_90a, compute_80";
