@@ -202,7 +202,7 @@ impl<R: Room> Scheduler<R> {
             Given::Chunk { step: at, first } if at == step => {
                 live.computed = first;
                 if no_room {
-                    self.room.retract(request, 0);
+                    // It has given back all that it held: nobody has to make room for it.
                     self.books.step_back(slot, &mut self.room);
                     let eased = self.books.eased;
                     if let Some(live) = self.books.get_mut(slot) {

@@ -75,7 +75,7 @@ pub trait Room {
     fn release(&mut self, request: RequestId);
 
     /// Told when a request's memory could not be had after all, though `admit` or `grow` had said
-    /// so: the request holds what `tokens` take, and the next call of these is refused.
+    /// so and it goes on: it holds what `tokens` take, and the next call of these is refused.
     /// A room that takes real memory is never told this.
     fn retract(&mut self, request: RequestId, tokens: usize);
 }
