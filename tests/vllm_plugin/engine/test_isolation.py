@@ -20,6 +20,7 @@ WITH_TIERS = versions.is_known(vllm.__version__, versions.WITH_TIERS)
 @pytest.mark.parametrize(
     "words", [["prompts", "documents"], ["host", "disk"], ["documents", "--server"]]
 )
+@pytest.mark.long
 def test_each_tenant_finds_his_own_alone(words: list[str], tmp_path: Path) -> None:
     """Held trial by trial; in a process of its own, as what it takes is an engine's all."""
     # Streams of 0.26 say nothing of documents, and it has no tiers.

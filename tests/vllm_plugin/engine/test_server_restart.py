@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import openai
+import pytest
 
 from families import tiny
 from test_server import TOKENS, Watched, chat, marked, part
@@ -20,6 +21,7 @@ def asked(client: openai.OpenAI, namespace: str) -> str:
     return chat(client, part("tell me of"), given, part("now"))
 
 
+@pytest.mark.long
 def test_a_restarted_server_answers_from_its_documents(tmp_path: Path) -> None:
     """The first marked chat of their tenant; another tenant's is computed."""
     tiny("llama", **SIZES).save_pretrained(tmp_path / "model")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm
@@ -17,9 +18,11 @@ from kvweave.adapters.vllm import versions
 SECONDS = os.environ.get("SOAK_SECONDS", "9")
 
 
-def _modes() -> list[str]:
+def _modes() -> list[Any]:
     far = versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES)
-    return [mode for mode in soak.MODES if far or mode != "far"]
+    longer = {"far": [pytest.mark.long]}
+    modes = (mode for mode in soak.MODES if far or mode != "far")
+    return [pytest.param(mode, marks=longer.get(mode, ())) for mode in modes]
 
 
 @pytest.mark.parametrize("mode", _modes())

@@ -32,6 +32,7 @@ def two_ranks(part: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.long
 def test_packed_segments_on_two_ranks_are_those_of_one() -> None:
     """Each packs the heads that it has."""
     one, two = two_ranks("packed")
@@ -47,6 +48,7 @@ IN_PAGES = pytest.mark.skipif(
 
 
 @IN_PAGES
+@pytest.mark.long
 def test_pages_of_two_ranks_leave_for_the_host() -> None:
     """What a rank's heads choose it has at home, and so has the other one."""
     two, defined = two_ranks("far")
@@ -58,6 +60,7 @@ def test_pages_of_two_ranks_leave_for_the_host() -> None:
 
 
 @IN_PAGES
+@pytest.mark.long
 def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
     """Tables are the same on both, whatever heads of a map they have."""
     one, again, two, found = two_ranks("pages")
