@@ -106,16 +106,16 @@ fn take_room(
 ) -> Result<usize, Shortage> {
     let Some(request) = books.get(slot) else { return Ok(0) };
     let (id, known) = (request.id, request.known);
+    // Who gave way would not have to hold what it lacked, and would be admitted again at once.
+    if books.waits_for_others(request) {
+        return Err(Shortage::new(1, 0));
+    }
     let full = books.running.len() >= books.config.max_running;
     if full && lower(books, request, plan.step).next().is_none() {
         return Err(Shortage::new(1, 0));
     }
     let spare = books.config.headroom * books.running.len();
-    let mut outcome = if books.waits_for_others(request) {
-        Err(Shortage::new(1, 0))
-    } else {
-        room.admit(id, known, spare)
-    };
+    let mut outcome = room.admit(id, known, spare);
     let lower = || lower(books, request, plan.step);
     let victims: Vec<u32> = match outcome {
         Ok(_) if full => lower().take(1).collect(),
