@@ -8,7 +8,6 @@ the others keep sink and window, and the KL to the whole model is measured on he
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.quality.measured_file import write
 from kvweave import models
 from kvweave.cache import HeadClassMap
 from kvweave.lab.profile import Effect, EffectMeter, HeadProfile, held_out
@@ -130,7 +130,7 @@ def main() -> None:
     if asked.out is not None:
         subject = {"model": asked.model, "length": asked.length, "texts": texts}
         found = {**subject, "by_head" if asked.each else "by_share": measured}
-        asked.out.write_text(json.dumps(found, ensure_ascii=False) + "\n", encoding="utf-8")
+        write(asked.out, found)
 
 
 if __name__ == "__main__":

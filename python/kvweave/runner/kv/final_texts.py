@@ -224,11 +224,6 @@ class FinalTexts:
 
     # ---- texts that come and go -----------------------------------------------------------
 
-    def of_blocks(self, blocks: Int32) -> list[FinalText]:
-        """The texts that any of blocks [N] are of."""
-        found = np.unique(self._text[blocks // self._pages])
-        return [self._texts[which] for which in found.tolist() if which != NOWHERE]
-
     def has_room(self, blocks: int, nbytes: int) -> bool:
         """Whether a text of so many blocks and bytes may be packed finally."""
         return blocks < self.kept_back and self.nbytes + nbytes <= self.most_bytes

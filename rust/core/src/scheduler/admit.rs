@@ -106,7 +106,8 @@ fn take_room(
 ) -> Result<usize, Shortage> {
     let Some(request) = books.get(slot) else { return Ok(0) };
     let (id, known) = (request.id, request.known);
-    // Who gave way would not have to hold what it lacked, and would be admitted again at once.
+    // Nobody gives way to it: it is not known whose room it lacks, and by the books there is enough,
+    // so who gave way would be admitted again in this very plan.
     if books.waits_for_others(request) {
         return Err(Shortage::new(1, 0));
     }
