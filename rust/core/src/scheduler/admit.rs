@@ -106,8 +106,8 @@ fn take_room(
 ) -> Result<usize, Shortage> {
     let Some(request) = books.get(slot) else { return Ok(0) };
     let (id, known) = (request.id, request.known);
-    // Nobody gives way to it: it is not known whose room it lacks, and by the books there is enough,
-    // so who gave way would be admitted again in this very plan.
+    // Nobody gives way to it: it is not known whose room it lacks, and by the books there is
+    // enough, so who gave way would be admitted again in this very plan.
     if books.waits_for_others(request) {
         return Err(Shortage::new(1, 0));
     }
