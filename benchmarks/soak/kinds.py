@@ -236,6 +236,7 @@ KINDS = (
         "int8, documents by strategies",
         {"chunk_tokens": 320},
         {"kv_dtype": Packing("int8", strategy=Strategy(bound=0.5), copy_bytes=5 << 20)},
+        heads=UNEVEN,
         room=_LONG_DOCUMENTS,
         without=_PACKED_WITHOUT | {"tiers"},
         library=_LONG_LIBRARY,

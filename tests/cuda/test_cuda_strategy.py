@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from decode_batches import decoding
 from document_decoding import documents, fresh
 from families import tiny
+from head_maps import class_map
 from kvweave import ops
 from kvweave.runner import Packing, Runner, Strategy
 from packed_decoding import packed_runner, steps_of
@@ -19,12 +21,16 @@ from versions import needs_cuda
 pytestmark = needs_cuda
 
 STEPS, LONG = 40, 4200
+WINDOWS = [[[128, 64], [0, 0]], [[0, 0], [17, 1]]]
 NEAR = 0.06
 """Largest difference of a logit, as a share of the largest."""
 
 
-def there(place: str, numbers: str) -> Runner:
-    """A runner in bf16, of whose bound some heads have a top-r format and others INT4."""
+def there(place: str, numbers: str, sights: Any) -> Runner:
+    """A runner in bf16, of whose bound some heads have a top-r format and others INT4.
+
+    `sights` [L, G, 2]: windows and sinks of its heads, or None.
+    """
     sizes = {"head_dim": 64, "max_position_embeddings": 8192, "num_hidden_layers": 2}
     model = tiny("llama", **sizes)
     for number, layer in enumerate(model.model.layers):
@@ -33,18 +39,23 @@ def there(place: str, numbers: str) -> Runner:
             rows[1:32] *= 0.02
             rows[33:] *= 0.02
     strategy = Strategy(0.05, ops.top_r_candidates(64, numbers=numbers))
-    given = {"kv_dtype": Packing("int4", strategy=strategy), "max_tokens": 16384}
-    return packed_runner(model.to(place, torch.bfloat16), chunk_tokens=600, **given)
+    given: dict[str, Any] = {"kv_dtype": Packing("int4", strategy=strategy), "max_tokens": 16384}
+    model = model.to(place, torch.bfloat16)
+    if sights is not None:
+        plain = Runner(model, max_tokens=64, check=False, progress=False)
+        given["heads"] = class_map(np.asarray(sights, np.int32), plain.spec.fingerprint)
+    return packed_runner(model, chunk_tokens=600, **given)
 
 
+@pytest.mark.parametrize("sights", [None, WINDOWS])
 @pytest.mark.parametrize("numbers", ["bf16", "fp8", "int4"])
-def test_it_says_what_the_cpu_says(numbers: str) -> None:
+def test_it_says_what_the_cpu_says(numbers: str, sights: Any) -> None:
     doc = documents([LONG])[0]
     prompt = [fresh(70, 1), doc, fresh(30, 2)]
     asked: dict[str, Any] = {"reserve_tokens": STEPS, "remember": False, "watched": False}
     logits, said = [], None
     for place in ("cpu", "cuda"):
-        runner = there(place, numbers)
+        runner = there(place, numbers, sights)
         report = runner.encode(doc.tokens, "long").packing
         runner.flush()
         assert len(report.formats) > 1

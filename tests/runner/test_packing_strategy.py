@@ -21,7 +21,7 @@ from kvweave.runner.tiers import strategies
 from kvweave.runner.tiers.packed_losses import Part
 from packed_decoding import packed_runner
 from packed_texts import rounded
-from ranked_pages import WINDOW, kinds_map
+from ranked_pages import WINDOW, kinds_map, top_k
 from strategy_runners import (
     DIM,
     HEADS,
@@ -263,14 +263,14 @@ def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Any) 
     sent = packed_runner(model, kv_dtype="int4")
     with sent.prefill(random_tokens(100, 1)) as done:
         payload = sent.export(done)
-    heads = kinds_map(runner.spec, [WINDOW])
+    heads = kinds_map(runner.spec, [WINDOW, top_k(4)])
 
     def exported() -> None:
         with runner.prefill(random_tokens(100, 1)) as done:
             runner.export(done)
 
     asked = {
-        "heads": [lambda: packed_runner(model, kv_dtype=given, heads=heads)],
+        "top_k heads": [lambda: packed_runner(model, kv_dtype=given, heads=heads)],
         "store": [
             lambda: packed_runner(model, kv_dtype=given, store=store),
             lambda: runner.insert(random_tokens(100, 1), "a", store=store),

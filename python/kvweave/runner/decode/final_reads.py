@@ -34,7 +34,10 @@ class FinalRead:
 def final_reads(
     listed: Sequence[Sequence[FinalEntries]], device: torch.device
 ) -> Sequence[FinalRead]:
-    """What the requests of a batch read, of each the texts and its entries of them."""
+    """What the requests of a batch read: `listed` of each are the texts and its entries of them.
+
+    Formats that only heads with windows have are read by none.
+    """
     reads = []
     for text in dict.fromkeys(text for text, _ in chain.from_iterable(listed)):
         of_each = [[entries for of, entries in some if of is text] for some in listed]
@@ -42,6 +45,8 @@ def final_reads(
         entries = np.concatenate(list(chain.from_iterable(of_each)))
         ends = np.repeat(np.cumsum([0, *counts], dtype=np.int32), 2)[1:]
         for part in text.parts:
+            if not any(part.reaches):
+                continue
             own = entries.copy()
             own[:, 0] = part.blocks(entries[:, 0])
             reads.append(FinalRead(part, *send(device, own, ends)))

@@ -18,7 +18,7 @@ NOT_BESIDE_PACKED = {
 """By the argument or call that asks for it: why packed pages do not serve it."""
 
 NOT_BESIDE_STRATEGY = {
-    "heads": "heads with windows or a choice of pages read those of the pool's format alone",
+    "top_k heads": "bounds to choose by are kept of pages in the pool's format alone",
     "store": "documents of several formats do not leave the device",
     "document_bytes": "documents of several formats do not leave the device",
     "payload": "pages of several formats do not travel",

@@ -31,7 +31,7 @@ class FormatPages:
     """Of a text the pages of one format: of each block those of some layers and KV heads.
 
     `ranks` i64 [K]: which pages of a block, sorted. `pages` has the null block and then, block by
-    block, K pages. `reaches`: how the heads of each layer read them; None where it has none.
+    block, K pages. `reaches`: how decode steps read them, layer by layer; None where no head does.
     """
 
     pages: ops.PackedPages
@@ -44,18 +44,21 @@ class FormatPages:
         form: ops.PackedFormat,
         ranks: Int64,
         basis: torch.Tensor | None,
-        shape: tuple[int, int],
+        reading: npt.NDArray[np.bool_],
     ) -> FormatPages:
-        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D]; `shape`: layers, heads."""
+        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D].
+
+        `reading` [L, G]: the KV heads whose decode steps read packed pages at all.
+        """
         device, count = data.device, data.shape[0] * data.shape[1]
         made = ops.PackedPages.zeros(
             len(ranks) + count, form, device, bases=None if basis is None else basis[None]
         )
         made.data[len(ranks) :] = data.flatten(0, 1)
-        layers, heads = shape
-        at = np.full(layers * heads, NOWHERE, np.int32)
+        at = np.full(reading.size, NOWHERE, np.int32)
         at[ranks] = np.arange(len(ranks), dtype=np.int32)
-        reaches = tuple(_reach(each) for each in at.reshape(layers, heads))
+        read = np.where(reading, at.reshape(reading.shape), NOWHERE).astype(np.int32)
+        reaches = tuple(_reach(each) for each in read)
         return FormatPages(made, ranks, reaches)
 
     @property

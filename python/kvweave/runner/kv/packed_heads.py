@@ -60,6 +60,12 @@ class PackedHeads:
         """Tables of a request whose entries are packed: one more, empty, where any read none."""
         return 2 if self.sights.any() or self.budgets else 1
 
+    @property
+    def reading(self) -> npt.NDArray[np.bool_]:
+        """The heads whose decode steps read packed pages, [L, G]: those without windows."""
+        whole: npt.NDArray[np.bool_] = self.sights[:, :, 0] == 0
+        return whole
+
     def local(self, layer: int) -> Int32:
         """The heads of a layer that have windows."""
         return np.flatnonzero(self.sights[layer, :, 0]).astype(np.int32)

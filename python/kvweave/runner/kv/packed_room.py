@@ -143,11 +143,10 @@ def make_packed_pool(
     not all. `settings` are `KvCache`'s own.
 
     # Errors
-    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `Unsupported` for heads beside a
-    strategy; `InvalidArgument` for a basis beside a format that has none; `OutOfMemory` for what
-    the device cannot hold.
+    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `Unsupported` for heads that choose
+    pages beside a strategy; `InvalidArgument` for a basis beside a format that has none;
+    `OutOfMemory` for what the device cannot hold.
     """
-    refuse_beside_strategy(packing, "heads", heads and "a head map")
     of, (arena_bytes, tokens) = format_of(spec, page_tokens, packing), rooms
     geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
     per_block = len(spec.layers) * spec.kv_heads
@@ -155,6 +154,7 @@ def make_packed_pool(
     check_basis(packing, of, per_block)
     exact_shape = KvShape(*geometry, page_tokens, dtype)
     reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
+    refuse_beside_strategy(packing, "top_k heads", "some" if reads.budgets else None)
     page_bytes = of.page_bytes + (BOUND_BYTES * spec.head_dim if reads.budgets else 0)
     sizes = PoolSizes(
         exact_shape,

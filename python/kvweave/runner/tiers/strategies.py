@@ -117,14 +117,13 @@ class Strategies:
         self.give_back()
         if not final.has_room(len(blocks), made.nbytes):
             return "no room beside the pool for one more document"
-        shape = pool.cache.shape.layers, pool.kv_heads
         parts = [
             FormatPages.of(
                 data.to(pool.device),
                 of,
                 np.asarray(ranks, np.int64),
                 None if basis is None else basis.to(pool.device),
-                shape,
+                pool.heads.reading,
             )
             for of, ranks, data, basis in made.made
         ]
