@@ -13,7 +13,7 @@ import torch
 
 from families import tiny
 from kvweave.adapters.vllm.segments import worker
-from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
+from kvweave.adapters.vllm.segments.document_shards import DocumentShards
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import ForeignStore, PoolFull, UnknownSegment
 from kvweave.store import Store
@@ -34,6 +34,9 @@ from vllm_segments import (
 PART = "rank-0-of-1"
 BLOCK_BYTES = 32 * 1024
 """Of the tiny model's store: 16 tokens of 2 layers."""
+
+ALONE = Marked([text(20, 1), DOCUMENT, text(15, 2)])
+ALONE_AGAIN = Marked([text(31, 3), DOCUMENT, text(15, 2)])
 
 
 def refuse_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,7 @@ def test_a_restarted_engine_says_the_same(
 ) -> None:
     """From the folder, for the first prompt that marks a document; other tenants find nothing.
 
-    A store in packed pages packs what comes from there as it packed what it computed.
+    A store in packed pages has them there as they lie, in fewer bytes.
     """
     model = checkpoint("llama")
     said = first_run(model, tmp_path, **packed)
@@ -107,6 +110,23 @@ def test_a_restarted_engine_says_the_same(
     assert len(shards(tmp_path)) == 1
 
 
+def test_pages_of_another_format_are_computed_anew(checkpoint, tmp_path: Path) -> None:
+    """An exact store knows no packed pages, and what it writes anew a packed one packs."""
+    model, said, sizes = checkpoint("llama"), [], []
+    for packed, found in (({"segment_dtype": "int4"}, 0), ({}, 0), ({"segment_dtype": "int4"}, 1)):
+        with restarted(model, tmp_path, **packed) as (llm, counts, base):
+            ask(llm, ALONE, policy="naive")
+            brought = base.store()
+            assert (brought["brought_documents"], brought["brought_refused"]) == (found, 0)
+            assert base.insert("handbook", DOCUMENT)["kept"]
+            said.append(ask(llm, ALONE_AGAIN, policy="naive"))
+            assert counts.total.hits["frozen"] >= len(DOCUMENT)
+        [shard] = shards(tmp_path)
+        sizes.append(shard.stat().st_size)
+    same([said[2]], [said[0]])
+    assert sizes[2] == sizes[1] > 2 * sizes[0]
+
+
 def test_a_text_that_a_chat_trimmed_is_its_documents(checkpoint, tmp_path: Path) -> None:
     """It lacks the last tokens; a text that begins otherwise is nobody's."""
     model = checkpoint("llama")
@@ -127,7 +147,7 @@ def test_a_document_that_is_computed_sooner_is_not_read(
     """Of a folder that takes a second a document one is read, by which that is known."""
     model = checkpoint("llama")
     first_run(model, tmp_path)
-    monkeypatch.setattr(KeptDocuments, "_read", slowly(KeptDocuments._read))
+    monkeypatch.setattr(DocumentShards, "read", slowly(DocumentShards.read))
     with restarted(model, tmp_path, store_reads="faster") as (llm, counts, base):
         ask(llm, Marked([text(20, 1), DOCUMENT, text(15, 2)]), namespace="acme", policy="naive")
         found = base.store()

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from kvweave.cache import KvRequest
+from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
-from kvweave.ops import RopeTable
+from kvweave.ops import PackedPages, RopeTable
 from kvweave.payload.packed import PageFormat
 from kvweave.payload.stored import part_of
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
-from kvweave.runner.kv.pool_bases import BlockBases, basis_shape, needs_steps
+from kvweave.runner.kv.pool_bases import BlockBases, PoolBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.tiers.document_form import RowsFlops
 from kvweave.store import Provenance, Shard, Store
@@ -55,18 +55,62 @@ class PackedDocument:
         return BlockBases(self.parts[_WHICH].numpy(), tuple(self.parts.get(_BASES, ())))
 
 
-class PackedForm:
-    """Documents in the pages of one pool: see `DocumentForm`; `heads` as `ExactForm`."""
+class PackedBlocks(Protocol):
+    """Packed pages that documents lie in: a `PackedPool`'s, or those of another store.
 
-    def __init__(self, pool: PackedPool, heads: str, flops: RowsFlops) -> None:
-        self._heads, self.flops = heads, flops
+    A block has a page for each (layer, KV head), and its number in `cache` is that of the first.
+    `bases` and `bounds` are None where pages have none.
+    """
+
+    @property
+    def cache(self) -> KvCache:
+        """Whose block numbers are."""
+
+    @property
+    def pages(self) -> PackedPages:
+        """All of them."""
+
+    @property
+    def bases(self) -> PoolBases | None:
+        """In which pages are packed."""
+
+    @property
+    def bounds(self) -> torch.Tensor | None:
+        """By what heads choose pages, f32 [pages, 3, D]."""
+
+    @property
+    def block_pages(self) -> int:
+        """Pages of a block."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+
+    def bound(self, blocks: Int32, tokens: int) -> None:
+        """Makes the bounds of blocks of a text of so many tokens, where pages have any."""
+
+
+class PackedForm:
+    """Documents in the pages of one pool: see `DocumentForm`; `heads` as `ExactForm`.
+
+    `fingerprint`: of the weights, as shards name them; None: the cache's.
+    """
+
+    def __init__(
+        self, pool: PackedBlocks, heads: str, flops: RowsFlops, *, fingerprint: str | None = None
+    ) -> None:
+        self._heads, self.flops, self._fingerprint = heads, flops, fingerprint
         self.pool, self.cache, self.arena = pool, pool.cache, pool.pages.data
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token in all heads of all layers, scales, bitmaps and bounds among them."""
         bounds = 0 if self.pool.bounds is None else self.pool.bounds[0].nbytes
-        return (self.pool.block_bytes + bounds * self.pool.block_pages) // PAGE_TOKENS
+        return (self.pool.block_bytes + bounds * self.pool.block_pages) // self._page_tokens
+
+    @property
+    def _page_tokens(self) -> int:
+        return self.pool.pages.format.page_tokens
 
     @property
     def basis_bytes(self) -> int:
@@ -77,7 +121,7 @@ class PackedForm:
         """That of the pool's format, whose every size is in the layout."""
         shape, of = self.cache.shape, PageFormat.of(self.pool.pages.format)
         return Provenance(
-            self.cache.fingerprint,
+            self.cache.fingerprint if self._fingerprint is None else self._fingerprint,
             dtype=shape.dtype,
             layout=f"packed/{VERSION}/{of.name}",
             layers=shape.layers,
@@ -145,7 +189,7 @@ class PackedForm:
         if header != self.provenance(header.namespace, header.regime):
             raise CorruptShard("shard layout: expected packed pages of this format, got others")
         tokens = shard.tokens().astype(np.int32)
-        count = -(-len(tokens) // PAGE_TOKENS)
+        count = -(-len(tokens) // self._page_tokens)
         shape = (count, self.pool.block_pages, self.pool.pages.format.page_bytes)
         parts = {_PAGES: part_of(shard, _PAGES, shape, torch.uint8)}
         if self.pool.bases is not None:

@@ -89,6 +89,10 @@ class DocumentWeighing:
             self._measured.note("compute", flops, self._clock.seconds(begun, ended))
             self._ended.popleft()
 
+    def flops(self, start: int, end: int) -> int:
+        """FLOPs of computing a text's tokens [start, end)."""
+        return self._sizes.flops(start, end)
+
     # ---- what follows ----------------------------------------------------------------------
 
     def is_worth_reading(self, size: int, start: int, end: int, others: int) -> bool:

@@ -13,7 +13,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +21,12 @@ import torch
 from vllm.distributed import get_tp_group
 
 from kvweave.adapters.vllm.own_store import opened_for
+from kvweave.adapters.vllm.segments.document_shards import Document, DocumentShards
 from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.ranks import agreed, all_of
-from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore
+from kvweave.adapters.vllm.segments.store import AdmittedPrompt, DocumentRoom, SegmentStore
 from kvweave.cache import KvRequest
 from kvweave.errors import ForeignStore, KvweaveError, PoolFull, UnknownSegment
-from kvweave.payload import KvPayload
-from kvweave.payload.stored import provenance_here, read_payload, store_payload
-from kvweave.store import Provenance
 
 _log = logging.getLogger(__name__)
 HEAD = 16
@@ -62,17 +59,20 @@ class KeptDocuments:
         quota_bytes: int | None = None,
     ) -> None:
         group = get_tp_group()
-        self._segments, self._model, self.weighing = segments, model, weighing
-        self._heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
+        self._segments, self.weighing = segments, weighing
+        heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
         _check_others(folder, group.world_size, owner)
         # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
         self.store = opened_for(
             owner,
             "store_shared",
-            folder / self._heads,
+            folder / heads,
             hash="sha256",
             capacity_bytes=capacity_bytes,
             quota_bytes=quota_bytes,
+        )
+        self._shards = DocumentShards(
+            segments, self.store, model, heads, weighing.flops, self._computed_anew
         )
         self._frozen: OrderedDict[Name, Ids] = OrderedDict()
         self._listed: list[tuple[str, str, str]] = []
@@ -84,11 +84,11 @@ class KeptDocuments:
 
     def take(self, name: str, tokens: Tokens, namespace: str) -> bool:
         """Freezes a document whose text is kept already; whether every rank could read it."""
-        found = self._read(namespace, _ids(tokens))
-        if not all_of(found is not None) or found is None:
+        found = self._shards.read(namespace, _ids(tokens))
+        if found is None:
             return False
-        payload, shard = found
-        if not self._bring(payload, (namespace, name), _ids(tokens)):
+        document, shard = found
+        if not self._bring(document, (namespace, name), _ids(tokens)):
             return False
         return self._named((namespace, name), _ids(tokens), shard) is None
 
@@ -105,16 +105,20 @@ class KeptDocuments:
                 if not self._unfreeze_one():
                     raise
 
-    def keep(self, payload: KvPayload, name: str, tokens: Tokens) -> str | None:
-        """Writes a frozen document; when this returns None, it survives. Else why it does not."""
-        payload = KvPayload(replace(payload.header, fingerprint=self._model), payload.parts)
+    def keep(self, request: KvRequest, room: DocumentRoom, name: str) -> str | None:
+        """Writes a frozen document; when this returns None, it survives. Else why it does not.
+
+        `room`: where it was encoded.
+        """
         shard, why = "", None
         try:
-            shard = store_payload(self.store, payload, self._heads)
+            shard = self._shards.write(request, room)
         except KvweaveError as error:
             why = str(error)
-        document = payload.header.namespace, name
-        why = self._refused(name, why) or self._named(document, _ids(tokens), shard)
+        document = request.namespace, name
+        why = self._refused(name, why) or self._named(
+            document, np.asarray(request.tokens, np.uint32), shard
+        )
         if why is not None:
             # What had the name before is replaced all the same.
             with suppress(KvweaveError):
@@ -125,7 +129,7 @@ class KeptDocuments:
         """Takes a document out of the folder; whether it was there."""
         self._frozen.pop((namespace, name), None)
         self._texts.pop((namespace, name), None)
-        shard = self._shards(namespace).get(name)
+        shard = self._named_shards(namespace).get(name)
         if not self.store.forget(name, namespace):
             return False
         self._drop(namespace, shard)
@@ -183,13 +187,13 @@ class KeptDocuments:
         if name is None or self._is_whole((namespace, name)):
             return False
         document = texts[name]
-        size, end = len(document) * self._segments.cache.shape.token_bytes, start + len(document)
+        size, end = self._stored_bytes((namespace, name)), start + len(document)
         if not all_of(self.weighing.is_worth_reading(size, start, end, others)):
             self._brought["declined"] += 1
             return False
         begun = time.perf_counter()
-        found = self._read(namespace, document)
-        if not all_of(found is not None) or found is None:
+        found = self._shards.read(namespace, document)
+        if found is None:
             return False
         brought = self._bring(found[0], (namespace, name), document)
         if brought:
@@ -215,28 +219,27 @@ class KeptDocuments:
             try:
                 self._texts[space, name] = self.store.shard(shard).tokens()
             except KvweaveError as error:
-                self._brought["refused"] += 1
-                self._tell(f"a document is computed anew: {error}")
+                self._computed_anew(error)
 
-    def _read(self, namespace: str, tokens: Ids) -> tuple[KvPayload, str] | None:
-        """The KV of a text, each byte checked, and its shard; None where it is to be computed."""
+    def _computed_anew(self, error: KvweaveError) -> None:
+        """Counts a shard that cannot be read, and says so."""
+        self._brought["refused"] += 1
+        self._tell(f"a document is computed anew: {error}")
+
+    def _stored_bytes(self, document: Name) -> int:
+        """Bytes that reading a document takes; 0 where it cannot be opened, as reading it says."""
+        namespace, name = document
         try:
-            shard = self.store.get(self._provenance(namespace), tokens)
-            if shard is None:
-                return None
-            payload = read_payload(shard)
-        except KvweaveError as error:
-            self._brought["refused"] += 1
-            self._tell(f"a document is computed anew: {error}")
-            return None
-        own = replace(payload.header, fingerprint=self._segments.cache.fingerprint)
-        return KvPayload(own, payload.parts), shard.name
+            shard = self._named_shards(namespace).get(name)
+            return 0 if shard is None else sum(self.store.shard(shard).parts.values())
+        except KvweaveError:
+            return 0
 
     @torch.inference_mode()
-    def _bring(self, payload: KvPayload, document: Name, tokens: Ids) -> bool:
+    def _bring(self, read: Document, document: Name, tokens: Ids) -> bool:
         """Writes a document's KV into the pages and freezes it; not where there is no room."""
         try:
-            with self._segments.take(payload, document[0]) as request:
+            with self._shards.admit(read, document[0]) as request:
                 self.freeze(request, document[1])
         except PoolFull:
             return False
@@ -248,7 +251,7 @@ class KeptDocuments:
         """Has a name mean a text's shard, and its old one go; or why not."""
         why, (namespace, name) = None, document
         try:
-            old = self._shards(namespace).get(name)
+            old = self._named_shards(namespace).get(name)
             self.store.name(namespace, name, shard)
             if old != shard:
                 self._drop(namespace, old)
@@ -267,18 +270,12 @@ class KeptDocuments:
 
     def _drop(self, namespace: str, shard: str | None) -> None:
         """Removes a shard that no document names any more."""
-        if shard is not None and shard not in self._shards(namespace).values():
+        if shard is not None and shard not in self._named_shards(namespace).values():
             self.store.delete(shard)
 
-    def _shards(self, namespace: str) -> dict[str, str]:
+    def _named_shards(self, namespace: str) -> dict[str, str]:
         """The shard of each document of a namespace, by name."""
         return {name: shard for _, name, shard in self.store.documents(namespace)}
-
-    def _provenance(self, namespace: str) -> Provenance:
-        segments = self._segments
-        return provenance_here(
-            segments.cache, namespace, segments.regime, self._heads, fingerprint=self._model
-        )
 
     def _is_whole(self, document: Name) -> bool:
         if document not in self._frozen:

@@ -55,7 +55,8 @@ def page_tokens_of(block_tokens: int) -> int:
 class PackedSegmentStore(SegmentStore):
     """As `SegmentStore`, its pages packed: `kind` int4 or int8, keys with a scale a channel.
 
-    `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has.
+    `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has. `packed`:
+    the pages, of which a block has `block_pages`.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class PackedSegmentStore(SegmentStore):
     @property
     def block_bytes(self) -> int:
         """Bytes of a packed block."""
-        return self._block_pages * self.format.page_bytes
+        return self.block_pages * self.format.page_bytes
 
     def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
         geometry = self.geometry
-        self._block_pages = geometry.layers * geometry.kv_heads
+        self.block_pages = geometry.layers * geometry.kv_heads
         # Exact pages that unpacked ones go through are part of what the user gives.
         one = geometry.kv_heads * shape.page_bytes
         self.at_once = max(min(int(AT_ONCE_SHARE * arena_bytes / one) - 1, MOST_AT_ONCE), 1)
@@ -186,7 +187,7 @@ class PackedSegmentStore(SegmentStore):
         if len(own):
             blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
-            ops.pack_pages(pages, self.packed, packs, pages=self._block_pages)
+            ops.pack_pages(pages, self.packed, packs, pages=self.block_pages)
         self._commit_whole(admitted, admitted.tokens)
 
     def _from(self, page: int) -> ops.PackedPages:

@@ -190,7 +190,7 @@ class SegmentWorker:
                 admitted.request.freeze(name, 0, len(tokens))
                 return None
             self.kept.freeze(admitted.request, name)
-            return self.kept.keep(room.payload(self.store.rope), name, tokens)
+            return self.kept.keep(admitted.request, room, name)
         finally:
             admitted.release()
 
