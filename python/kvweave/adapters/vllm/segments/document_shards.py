@@ -40,13 +40,9 @@ class StoreBlocks:
     cache: KvCache
     pages: ops.PackedPages
     block_pages: int
+    block_bytes: int
     bases: None = None
     bounds: None = None
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
-        return self.block_pages * self.pages.format.page_bytes
 
     def bound(self, blocks: npt.NDArray[np.int32], tokens: int) -> None:
         """Nothing: nobody chooses among these."""
@@ -72,7 +68,8 @@ class DocumentShards:
         self._flops, self._refused = flops, refused
         self._packed: PackedForm | None = None
         if isinstance(segments, PackedSegmentStore):
-            blocks = StoreBlocks(segments.cache, segments.packed, segments.block_pages)
+            sizes = segments.block_pages, segments.block_bytes
+            blocks = StoreBlocks(segments.cache, segments.packed, *sizes)
             self._packed = PackedForm(blocks, heads, flops, fingerprint=model)
 
     def write(self, request: KvRequest, room: DocumentRoom) -> str:

@@ -116,9 +116,7 @@ class KeptDocuments:
         except KvweaveError as error:
             why = str(error)
         document = request.namespace, name
-        why = self._refused(name, why) or self._named(
-            document, np.asarray(request.tokens, np.uint32), shard
-        )
+        why = self._refused(name, why) or self._named(document, _ids(request.tokens), shard)
         if why is not None:
             # What had the name before is replaced all the same.
             with suppress(KvweaveError):
@@ -330,7 +328,7 @@ def _check_others(folder: Path, ranks: int, owner: str | None) -> None:
             _log.warning("kvweave store: %s", error)
 
 
-def _ids(tokens: Tokens) -> Ids:
+def _ids(tokens: Tokens | npt.NDArray[np.int32]) -> Ids:
     return np.asarray(tokens, np.uint32)
 
 
