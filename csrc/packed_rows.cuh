@@ -47,7 +47,7 @@ class PackedRows {
   using Element = T;
   static constexpr int kDim = D;
   static constexpr bool kTurned = false;  // results are not in a basis of their own
-  static constexpr int kItemCost = 4;     // pages that a part of an item takes as long as
+  static constexpr int kItemCost = 16;    // pages that a part of an item takes as long as
   struct Shared {};
   static constexpr int kSteps = D / 16;
 

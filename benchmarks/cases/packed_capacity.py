@@ -31,7 +31,7 @@ from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.prefill.chunks import spans
 
 FORMATS = (None, "int4", "half-int4", "planes-3")
-SPARES = tuple(gibibytes << 30 for gibibytes in (4, 8, 16, 24))
+SPARES = tuple(gibibytes << 30 for gibibytes in (4, 8, 12, 16, 24))
 STEPS = 2
 
 
@@ -109,17 +109,25 @@ def batch(runner: Runner, on: Device) -> tuple[int, list[RequestKv]]:
 
 def _largest(on: Device, model: Any, name: str | None, fill: Fill) -> Found:
     """What a runner holds that has all memory but the smallest spare part that suffices."""
-    refused: BaseException | None = None
+    found: Found | str = ""
     for spare in SPARES:
         _clear()
-        try:
-            with closing(_runner(on, model, name, spare)) as runner:
-                return _stepped(runner, on, fill, spare)
-        except (OutOfMemory, torch.OutOfMemoryError) as error:
-            # Not what it refers to: the runner's memory is given back before the next one's.
-            refused = error.with_traceback(None)
-    assert refused is not None
-    raise refused
+        found = _beside(spare, on, model, name, fill)
+        if isinstance(found, Found):
+            return found
+    raise RuntimeError(f"{name or 'exact'}: expected {SPARES[-1]} bytes to suffice, got {found}")
+
+
+def _beside(spare: int, on: Device, model: Any, name: str | None, fill: Fill) -> Found | str:
+    """What a runner holds beside so many bytes, or what was said where they did not suffice.
+
+    Nothing that is returned refers to the runner: its memory is given back before the next one's.
+    """
+    try:
+        with closing(_runner(on, model, name, spare)) as runner:
+            return _stepped(runner, on, fill, spare)
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        return str(error)
 
 
 def _clear() -> None:

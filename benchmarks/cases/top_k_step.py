@@ -69,9 +69,12 @@ class Load:
         return f"{self.requests} × {self.tokens}{turns}, {self.layers} layers"
 
     def pages(self, kv_heads: int, steps: int) -> int:
-        """Pages of an arena that holds them, and `steps` more tokens of each."""
+        """Pages of an arena that holds them, and `steps` more tokens of each.
+
+        Of slabs that several head groups share a 32nd may be left over.
+        """
         blocks = self.requests * (-(-(self.tokens + steps) // PAGE) + 1) + 1
-        return blocks * self.layers * kv_heads
+        return (blocks + blocks // 32) * self.layers * kv_heads
 
 
 LOADS = (

@@ -19,7 +19,7 @@ from families import random_tokens, tiny
 from kvweave import PoolFull, Unsupported
 from kvweave.policies import POLICIES, Foresight, Naive, policy_of
 from kvweave.runner import Runner, Segment
-from packed_decoding import INT4, nothing_is_held, packed_runner, steps_of
+from packed_decoding import INT4, RECENT, SINK, nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
@@ -178,6 +178,29 @@ def test_keys_may_stay_as_if_they_had_not_moved(model: Any) -> None:
     prompt, policy = [fresh(70, 1), docs[0], fresh(50, 2)], Naive(delta_rope=False)
     said, logits = logits_of(runner, prompt, policy, 9)
     assert apart(logits, logits_of(exact, prompt, policy, 9, said)[1]) < 2e-4
+
+
+def test_steps_read_what_lies_aside_in_few_entries(model: Any) -> None:
+    """Each token once; those that windows have at first where they are, the others one by one."""
+    some = documents([900, 129])
+    runner = runner_with(model, some)
+    prompt = [fresh(70, 1), *some, fresh(50, 2)]
+    with runner.prefill(prompt, Foresight(share=0.3, draft=0), watched=False) as done:
+        packed, near = done.kv.packed, len(done.request.tokens) - RECENT
+        listed, asked = packed.exact_entries(SINK), packed.step_entries(SINK)
+        slots = [
+            [(block, slot) for block, begin, end, _, _ in rows for slot in range(begin, end)]
+            for rows in (listed.tolist(), asked.tolist())
+        ]
+        assert sorted(slots[0]) == sorted(slots[1])
+        assert len(set(slots[1])) == len(slots[1])
+        starts, ends = asked[:, 3], asked[:, 3] + asked[:, 2] - asked[:, 1]
+        assert (starts[1:] >= ends[:-1]).all()
+        assert starts[0] == SINK
+        newest = listed[listed[:, 3] > near]
+        assert len(newest)
+        assert np.array_equal(asked[asked[:, 3] > near], newest)
+        assert 4 * len(asked) < len(listed)
 
 
 def test_a_batch_says_what_each_says_alone(model: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from kvweave.device_memory import is_shortage
 from kvweave.ops import RopeTable, Workspace
+from kvweave.runner.decode.capture import captured
 from kvweave.runner.decode.chosen_step import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
 from kvweave.runner.decode.packed_reads import PackedRoom
@@ -319,8 +320,7 @@ class StepGraphs:
     def _capture(self, size: StepSize, rope: RopeTable) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads may go on allocating meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with captured(graph, pool=self._pool):
                 size.logits = self._forward(size, rope)
         except RuntimeError as error:
             if is_shortage(error):

@@ -185,7 +185,7 @@ class PackedReads:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
         self._batch, self._rests, self._ahead, self._is_listed = batch, 0, False, False
         self._packed = [np.zeros((0, 5), np.int32)] * len(batch)
-        self._aside = [_packed(sequence).exact_entries(SINK_TOKENS) for sequence in batch]
+        self._aside = [_packed(sequence).step_entries(SINK_TOKENS) for sequence in batch]
         self._stale = set(range(len(batch)))
 
     def pack(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from kvweave import ops
@@ -12,13 +11,13 @@ from kvweave.cache import KvRequest
 from kvweave.errors import Unsupported
 from kvweave.ops import Reach
 from kvweave.plan import Rows
+from kvweave.runner.kv.gathered_tokens import GatheredTokens
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.packed_documents import DraftedDocuments, PackedDocuments
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.request_kv import LayerLook, RequestKv
-from kvweave.runner.kv.states import States
-from kvweave.runner.kv.tables import Int32, KvTable, send
+from kvweave.runner.kv.tables import Int32
 from kvweave.runner.model.rope import PositionTable
 
 
@@ -50,15 +49,6 @@ class DocumentKv(RequestKv):
         self.request.advance(self.request.length, self.request.length)
         self.own(self.documents.fresh, None)
 
-    @property
-    def table(self) -> KvTable:
-        """Where the exact KV of the prompt lies now."""
-        if self._table is None:
-            entries = self.documents.exact_entries()
-            offsets = np.asarray([0, len(entries)], np.int32)
-            self._table = KvTable(*send(self.spec.device, entries, offsets))
-        return self._table
-
     def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
         # How far rows have moved is measured before they are written.
         self.own(rows, None)
@@ -71,7 +61,7 @@ class DocumentKv(RequestKv):
         `PoolFull` without room.
         """
         if self.documents.keep(rows, self.positions.rope):
-            self._table = None
+            self.gathered.forget()
 
     def advance(self, start: int, end: int) -> None:
         """Behind the last row, fills what decode steps read exactly."""
@@ -86,7 +76,7 @@ class DocumentKv(RequestKv):
         return None
 
     def paged(self, layer: int) -> ops.PagedKv:
-        """A layer's tokens aside, of which heads with windows read what lies in these."""
+        """A layer as rows read it: heads with windows what lies in these."""
         reach = self.documents.pool.heads.windows(layer)
         return replace(super().paged(layer), reach=reach)
 
@@ -96,14 +86,10 @@ class DocumentKv(RequestKv):
 
     def look(self, layer: int) -> LayerLook:
         """A layer as probes see it: all of it in pages of its own."""
-        pages, entries = self.documents.whole_layer(layer, self.request, self.pages)
-        spec = self.spec.layers[layer]
-        paged = ops.PagedKv(
-            pages, layer, self.spec.kv_heads, spec.scale, self.positions.rope, None, spec.softcap
-        )
-        offsets = np.asarray([0, len(entries)], np.int32)
-        table = KvTable(*send(self.spec.device, entries, offsets))
-        return LayerLook(pages, paged, table, lambda _: entries)
+        rope = self.positions.rope
+        tokens, pages = self.gathered.layer(layer, 0, self.request.length, rope)
+        paged = replace(super().paged(layer), cache=pages, window=None)
+        return LayerLook(pages, paged, tokens.table, lambda _: tokens.entries)
 
     @property
     def keeps_drafts(self) -> bool:
@@ -129,9 +115,10 @@ class DocumentKv(RequestKv):
         known = self.heads, self.pages, fork, self.positions, self.rotates, self.documents
         return DocumentKv(*known)
 
-    def with_packed(
-        self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
-    ) -> States:
-        """Attention and lse of rows q [R, H, D] over all; `exact` is that over what lies aside."""
-        of, rope = self.spec.layers[layer], self.positions.rope
-        return self.documents.merged_packed(layer, of, rope, (q, positions), exact)
+    def gathering(self, first: int, end: int) -> GatheredTokens:
+        """How the tokens [first, end) of any layer are brought together."""
+        return self.documents.gathering(self.request, first, end)
+
+    def is_gathered(self, rows: int) -> bool:
+        """True: documents are unpacked before they are read anyway."""
+        return True

@@ -15,22 +15,19 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvCache, KvRequest, ReusePlan
-from kvweave.ops import Table
 from kvweave.plan import Rows
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
-from kvweave.runner.kv.packed_prefix import PackedPrefix, packs_of, unpacked
+from kvweave.runner.kv.gathered_tokens import GatheredTokens, PackedPlaces
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
+from kvweave.runner.kv.packed_prefix import PackedPrefix, packs_of
 from kvweave.runner.kv.reused_tokens import Spans
-from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.token_places import (
     Places,
     copies_between,
     entries_at,
     no_places,
-    pages_at,
     places_of,
 )
-from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.prompt import TokenizedPrompt
 from kvweave.runner.report import PackedReport
 
@@ -178,10 +175,13 @@ class PackedDocuments(PackedPrefix):
         """Nothing is found by later prompts: what was computed saw documents as they lie packed."""
 
     def scratch_bytes(self, tokens: int) -> int:
-        """The most of what is unpacked at once: a layer that is looked at, or pages of all."""
+        """The most of what is unpacked at once: a layer that is looked at, or pages of all.
+
+        A layer is unpacked as it lies and brought together from there.
+        """
         pages = len(np.unique(self.places[self.places[:, 0] >= 0, 0]))
         brought = min(pages, BROUGHT_PAGES) * PAGE_TOKENS * self.pool.cache.shape.layers
-        return max(tokens, brought) * self.pool.token_bytes
+        return max(tokens + pages * PAGE_TOKENS, brought) * self.pool.token_bytes
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes that this request alone pays for, packed and aside, and those that it shares."""
@@ -205,6 +205,21 @@ class PackedDocuments(PackedPrefix):
         entries = self._entries()[1]
         return entries[entries[:, 3] >= first]
 
+    def step_entries(self, first: int) -> Int32:
+        """As `exact_entries`, in the fewest entries that decode steps may read.
+
+        Steps see all that lies before the newest tokens of the prompt. What of it is aside is
+        listed as it lies there, one position after the other: of rows that a policy chose here and
+        there each would be an entry else.
+        """
+        held = first + np.flatnonzero(self.aside[first:, 0] >= 0).astype(np.int32)
+        far = np.searchsorted(held, self._prompt - RECENT_TOKENS, side="right")
+        places = self.aside[held[:far]]
+        places = places[np.lexsort((places[:, 1], places[:, 0]))]
+        listed = entries_at(first + np.arange(far, dtype=np.int32), places)
+        near = held[far:]
+        return np.concatenate((listed, entries_at(near, self.aside[near])))
+
     def _entries(self) -> tuple[Int32, Int32]:
         """Entries of the prompt's packed tokens and of those aside, in order of position.
 
@@ -218,44 +233,18 @@ class PackedDocuments(PackedPrefix):
             self._listed = one, other
         return self._listed
 
-    def merged_packed(
-        self,
-        layer: int,
-        of: LayerSpec,
-        rope: ops.RopeTable,
-        rows: tuple[torch.Tensor, Table],
-        exact: States,
-    ) -> States:
-        """The same of a prompt's own rows, where `exact` has all that lies aside.
+    def gathering(self, request: KvRequest, first: int, end: int) -> GatheredTokens:
+        """How the tokens [first, end) of any layer are brought together, in order of position.
 
-        Heads with windows see what lies in these by its position, packed or not.
+        `request`: the prompt's, or a fork that has decoded on in exact pages.
         """
-        reach = self.pool.heads.windows(layer)
-        return self.read_packed(layer, of, rope, rows, self._prompt, exact, (reach, 1))
-
-    def whole_layer(
-        self, layer: int, request: KvRequest, pages: torch.Tensor
-    ) -> tuple[torch.Tensor, Int32]:
-        """All tokens of a layer in pages of its own, and their entries in order of position.
-
-        `request`: the prompt's, or a fork that has decoded on in exact `pages`.
-        """
-        packed, heads = self._entries()[0], self.pool.kv_heads
         said = places_of(request.entries(), request.length)[self._prompt :]
-        exact = np.concatenate((self.aside, said))
-        positions = np.flatnonzero(exact[:, 0] >= 0).astype(np.int32)
-        more = -(-len(positions) // PAGE_TOKENS)
-        made, listed = unpacked(self.pool, layer, packed, more)
-        # Behind the blocks that were unpacked, one token after the other.
-        at = np.arange(len(positions), dtype=np.int32)
-        to = no_places(len(positions))
-        to[:, 0] = len(made) - heads * (more + layer) + heads * (at // PAGE_TOKENS)
-        to[:, 1] = at % PAGE_TOKENS
-        there, here = (pages_at(pages, layer, heads, places) for places in (exact[positions], to))
-        for side in (0, 1):
-            made[here[0], side, here[1]] = pages[there[0], side, there[1]]
-        entries = np.concatenate((listed, entries_at(positions, to)))
-        return made, entries[np.argsort(entries[:, 3], kind="stable")]
+        exact = np.concatenate((self.aside, said))[first:end]
+        packed = no_places(end - first)
+        held = self.places[first:end]
+        packed[: len(held)] = held
+        known = PackedPlaces(self.pool, packed)
+        return GatheredTokens.of(self.pool.exact, self.pool.kv_heads, first, exact, known)
 
 
 class DraftedDocuments(PackedPrefix):
@@ -275,6 +264,10 @@ class DraftedDocuments(PackedPrefix):
     def exact_entries(self, first: int) -> Int32:
         """The prompt's."""
         return self._documents.exact_entries(first)
+
+    def step_entries(self, first: int) -> Int32:
+        """The prompt's."""
+        return self._documents.step_entries(first)
 
 
 def spans_of(plan: ReusePlan) -> Spans:

@@ -22,6 +22,7 @@ from kvweave.errors import PoolFull
 from kvweave.ops import Table
 from kvweave.plan import Rows
 from kvweave.runner.kv.layer_packing import LayerPacking
+from kvweave.runner.kv.layer_pages import blocks_of_layer, pages_of_layer
 from kvweave.runner.kv.packed_pool import (
     PAGE_TOKENS,
     RECENT_TOKENS,
@@ -332,6 +333,10 @@ class PackedPrefix:
         """What lies in exact pages beside the windows, from a position on: of a prefix nothing."""
         return np.zeros((0, 5), np.int32)
 
+    def step_entries(self, first: int) -> Int32:
+        """The same as decode steps read it."""
+        return self.exact_entries(first)
+
     def _behind(self, prompt: int) -> Int32:
         """Entries i32 [N, 5] of `_blocks`, which are of pages that end behind so many tokens.
 
@@ -457,23 +462,20 @@ def _in_parts(entries: Int32) -> Iterator[Int32]:
 
 
 def unpacked(
-    pool: PackedPool, layer: int, entries: Int32, more: int = 0, *, in_basis: bool = False
+    pool: PackedPool, layer: int, entries: Int32, *, in_basis: bool = False
 ) -> tuple[torch.Tensor, Int32]:
     """One layer's packed pages in exact ones of their own, and what entries say of those instead.
 
-    Pages of the layers before have room, which nobody touches: a layer turns keys by frequencies
-    of its own, and is known by where its pages lie. Behind the blocks is room for so many `more`.
     `in_basis`: as `ops.unpack_pages` has it.
     """
-    heads, device = pool.kv_heads, pool.device
     blocks, which = np.unique(entries[:, 0], return_inverse=True)
-    # Behind a null block of one page a head.
-    exact = heads * np.arange(1, len(blocks) + 1, dtype=np.int32)
-    shape = (heads * (len(blocks) + 1 + more + layer), 2, PAGE_TOKENS, pool.head_dim)
-    pages = torch.empty(shape, dtype=pool.exact.dtype, device=device)
+    heads = pool.kv_heads
+    pages = pages_of_layer(pool.exact, heads, PAGE_TOKENS, layer, len(blocks))
+    exact = blocks_of_layer(heads, len(blocks))
     listed = entries.copy()
     listed[:, 0] = exact[which]
-    pool.unpack_layer(layer, packs_of(blocks, (exact + layer * heads)[:, None]), pages, in_basis)
+    packs = packs_of(blocks, (exact + layer * heads)[:, None])
+    pool.unpack_layer(layer, packs, pages, in_basis)
     return pages, listed
 
 

@@ -59,7 +59,8 @@ class PartedKv(RequestKv):
             made = [self.request.entries(table) for table in range(self.request.tables)]
             parts = [entries[entries[:, 0] >= 0] for entries in made]
             offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-            self._table = KvTable(*send(self.spec.device, np.concatenate(parts), offsets))
+            listed, ends = send(self.spec.device, np.concatenate(parts), offsets)
+            self._table = KvTable(listed, ends)
         return self._table
 
     def own(self, rows: Rows, local_rows: Rows | None) -> None:

@@ -15,11 +15,14 @@ from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
+from kvweave.runner.kv.gathered_reads import GatheredReads, is_worth_gathering
+from kvweave.runner.kv.gathered_tokens import GatheredTokens
 from kvweave.runner.kv.heads import HeadReads, LayerHeads
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, KvTable, RowMemo, RowTable, send
+from kvweave.runner.kv.token_places import places_of
 from kvweave.runner.kv.whole_layers import WholeLayers
 from kvweave.runner.model.rope import PositionTable
 
@@ -73,6 +76,7 @@ class RequestKv:
         self._asking = RowMemo[ops.Table](1)
         self._gap_end: int | None = None
         self._whole: WholeLayers | None = None
+        self.gathered = GatheredReads(self.gathering)
         # What comes while the prompt is prefilled, if anything does.
         self.arrivals: Arrivals | None = None
 
@@ -106,6 +110,7 @@ class RequestKv:
         """Where all KV of the request lies now."""
         if self._table is None:
             self._table = KvTable.of(self.request, self.spec.device)
+            self.gathered.forget()
         return self._table
 
     def copy(self) -> None:
@@ -372,6 +377,20 @@ class RequestKv:
         """A fork of the request to draft so many tokens in, and what it reads packed."""
         return self.request.fork(), None
 
+    def attend(self, layer: int, q: torch.Tensor, rows: RowTable) -> States:
+        """Attention and lse of rows q [R, H, D] over all KV up to their positions."""
+        if self.is_gathered(len(rows.rows)):
+            return self.gathered.attend(layer, q, rows, self.paged(layer))
+        exact = ops.attend_prefill(
+            q,
+            rows.positions,
+            self.table.entries,
+            self.paged(layer),
+            row_offsets=rows.offsets,
+            entry_offsets=self.table.offsets,
+        )
+        return self.with_packed(layer, q, rows.positions, exact)
+
     def with_packed(
         self, layer: int, q: torch.Tensor, positions: ops.Table, exact: States
     ) -> States:
@@ -388,8 +407,20 @@ class RequestKv:
         if self.packed is not None:
             self.packed.take_queries(layer, q)
 
+    def is_gathered(self, rows: int) -> bool:
+        """Whether so many rows read a layer whose tokens have been brought together."""
+        if not self.heads.uniform or self.packed is not None or self.is_spilled:
+            return False
+        return is_worth_gathering(self.table, rows, self.spec.device)
+
+    def gathering(self, first: int, end: int) -> GatheredTokens:
+        """How the tokens [first, end) of any layer are brought together."""
+        places = places_of(self.request.entries(), end)[first:]
+        return GatheredTokens.of(self.pages, self.spec.kv_heads, first, places)
+
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, table: RowTable) -> None:
         """Writes K, V [R, G, D] of a layer's rows."""
+        self.gathered.written()
         ops.write_pages(self.pages, layer, k, v, table.slots, reach=self.reach(layer))
         if self.packed is not None:
             self.packed.written(self.request, layer, table)

@@ -69,11 +69,13 @@ class RowMemo(Generic[T]):
 class KvTable:
     """Where the KV of one request lies: entries i32 [N, 5] of all its tables, and their offsets.
 
-    Offsets are i32 [tables + 1].
+    Offsets are i32 [tables + 1]. `turns`: how often keys of one entry are moved and those of the
+    next one not, or elsewhere.
     """
 
     entries: Table
     offsets: Table
+    turns: int = 0
 
     @staticmethod
     def of(request: KvRequest, device: torch.device) -> KvTable:
@@ -81,7 +83,9 @@ class KvTable:
         parts = [request.entries(table) for table in range(request.tables)]
         entries = parts[0] if len(parts) == 1 else np.concatenate(parts)
         offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
-        return KvTable(*send(device, entries, offsets))
+        turns = int(np.count_nonzero(np.diff(entries[:, 4])))
+        listed, ends = send(device, entries, offsets)
+        return KvTable(listed, ends, turns)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvweave import ops
 from kvweave.errors import InvalidArgument
 from kvweave.plan import Draft, LayerPlan, Plans, Probe, ProbeResult, Rows, Salience
 from kvweave.plan_walk import Begin, Further, PlanWalk, Task
@@ -354,16 +353,7 @@ class _Run:
 
     def attend_pages(self, plan: LayerPlan, table: RowTable, q: torch.Tensor) -> torch.Tensor:
         """Attention of the table's rows over all KV up to them: [R, H, D]."""
-        kv = self.kv.table
-        exact = ops.attend_prefill(
-            q,
-            table.positions,
-            kv.entries,
-            self.kv.paged(plan.layer),
-            row_offsets=table.offsets,
-            entry_offsets=kv.offsets,
-        )
-        attended = self.kv.with_packed(plan.layer, q, table.positions, exact)
+        attended = self.kv.attend(plan.layer, q, table)
         return beside_sinks(attended, self.spec.layers[plan.layer].sinks)
 
     def unwanted(self, plan: LayerPlan) -> bool:

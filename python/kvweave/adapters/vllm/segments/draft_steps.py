@@ -18,6 +18,7 @@ from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.adapters.vllm.segments.ranks import all_of
 from kvweave.device_memory import is_shortage, sent
+from kvweave.runner.decode.capture import captured
 
 _log = logging.getLogger(__name__)
 
@@ -197,19 +198,19 @@ class _Drafting:
         self._tried = True
 
     def _capture(self, step: _Step) -> None:
-        graph, captured, again = torch.cuda.CUDAGraph(), True, True
+        graph, whole, again = torch.cuda.CUDAGraph(), True, True
         try:
             # vLLM's: what ranks add up among themselves is to lie where all of them know it to.
             with (
                 graph_capture(step.room.last.device) as to,
-                torch.cuda.graph(graph, stream=to.stream, capture_error_mode="thread_local"),
+                captured(graph, stream=to.stream),
             ):
                 step.run()
         except RuntimeError as error:
             # Where there was no room for it there may be some another time.
-            captured, again = False, is_shortage(error)
+            whole, again = False, is_shortage(error)
             _log.warning("a draft's steps are launched one kernel at a time: %s", error)
-        self.graph = graph if all_of(captured) else None
+        self.graph = graph if all_of(whole) else None
         self._capturable = all_of(again)
 
 
