@@ -10,7 +10,7 @@ import torch
 import kvweave
 from cached_prompts import knowledge, logits_of
 from families import random_tokens, tiny
-from head_maps import runner_of
+from head_maps import near, runner_of
 from kvweave.policies import Foresight
 from kvweave.runner import Healing, Runner, Segment
 
@@ -41,6 +41,19 @@ def test_the_gpu_chooses_and_computes_what_the_cpu_does(policy, mode) -> None:
     assert [one.kind for one in report.passes] == [one.kind for one in planned.passes]
     assert report.rows_per_layer == planned.rows_per_layer
     assert torch.allclose(got.cpu(), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["naive", Foresight(share=0.2, draft=3)], ids=str)
+def test_layers_that_are_gathered_say_what_pages_in_place_say(
+    policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place = on_device("qwen3", mode="share")
+    wanted, planned = logits_of(in_place, knowledge(in_place, 3), policy)
+    monkeypatch.setattr("kvweave.runner.kv.gathered_reads.WORTH_GATHERING", 1)
+    gathered = on_device("qwen3", mode="share")
+    got, report = logits_of(gathered, knowledge(gathered, 3), policy)
+    assert report.rows_per_layer == planned.rows_per_layer
+    near(got, wanted)
 
 
 def test_a_draft_is_captured_once_and_leaves_the_next_answer_alone() -> None:
