@@ -107,6 +107,8 @@ class Decode {
 
   uint32_t queries[kSteps][2];  // B fragments: rows are elements, columns query heads
   int turned_by;                // delta that `queries` are turned back by
+  uint32_t before[2 * kSteps];  // those before, and the delta of these
+  int before_turned_by;
 
   __device__ int begin_of(int item) const { return item == 0 ? 0 : sh.items[item - 1].end; }
 
@@ -250,7 +252,7 @@ class Decode {
   // ---- attending ----------------------------------------------------------------------------
 
   __device__ void load_queries(const Heads& of) {
-    turned_by = 0;
+    turned_by = before_turned_by = 0;
     const T* query = query_of(of);
 #pragma unroll
     for (int i = 0; i < 2 * kSteps; ++i) {
@@ -260,12 +262,20 @@ class Decode {
     }
   }
 
+  // Pages of a segment in place and the request's own come by turns, so the queries before are kept.
   __device__ void turn_queries(const Heads& of, int delta) {
-    turned_by = delta;
     uint32_t turned[2 * kSteps];
-    turned_queries<T, Operand, D>(turned, query_of(of), delta, p.kv);
+    const bool known = delta == before_turned_by;
+    if (!known) turned_queries<T, Operand, D>(turned, query_of(of), delta, p.kv);
 #pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) queries[i / 2][i % 2] = turned[i];
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      uint32_t& query = queries[i / 2][i % 2];
+      const uint32_t next = known ? before[i] : turned[i];
+      before[i] = query;
+      query = next;
+    }
+    before_turned_by = turned_by;
+    turned_by = delta;
   }
 
   // Element 0 of the query of this lane's column, or null.

@@ -60,6 +60,8 @@ class DocumentKv(RequestKv):
         # Errors
         `PoolFull` without room.
         """
+        if self._rows is not None and self._rows.same(rows, local_rows):
+            return
         if self.documents.keep(rows, self.positions.rope):
             self.gathered.forget()
 
