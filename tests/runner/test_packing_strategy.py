@@ -276,7 +276,6 @@ def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Any) 
             lambda: runner.insert(random_tokens(100, 1), "a", store=store),
             lambda: runner.restore(store),
         ],
-        "document_bytes": [lambda: packed_runner(model, kv_dtype=given, document_bytes=1 << 20)],
         "payload": [exported, lambda: runner.resume(payload, max_new_tokens=2)],
     }
     assert asked.keys() == NOT_BESIDE_STRATEGY.keys()

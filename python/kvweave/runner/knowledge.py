@@ -115,9 +115,9 @@ class Knowledge:
 
     def deleted(self, name: str, namespace: str) -> None:
         """Says that a document is frozen no longer."""
-        final = self._prefiller.final_packing
-        if final is not None and (strategies := final.strategies) is not None:
-            self._prefiller.computing.soon(lambda: strategies.forget(namespace, name))
+        packed = self._prefiller.packed
+        if packed is not None and (documents := packed.documents) is not None:
+            self._prefiller.computing.soon(lambda: documents.forget(namespace, name))
 
     def packing_stats(self) -> dict[str, int]:
         """As `FinalPacking.stats`; empty where pages are packed in no basis."""
@@ -163,6 +163,7 @@ class Knowledge:
             if not brought.requests:
                 return False
             brought.requests[0].freeze(name, 0, document.length)
+            self._named(brought.requests[0], name)
             prefiller.clock.wait()
             brought.take_times()
             tiers.name(document, brought.requests[0], name)
@@ -212,8 +213,15 @@ class Knowledge:
         document = self._form.read(shard)
         with prefiller.computing, self._form.admit(document, namespace) as request:
             request.freeze(name, 0, request.length)
+            self._named(request, name)
             if self._tiers is not None:
                 self._tiers.copy_to_host(request, request.regime)
+
+    def _named(self, request: KvRequest, name: str) -> None:
+        """Takes note of a document that was brought and frozen."""
+        packed = self._prefiller.packed
+        if packed is not None and packed.documents is not None:
+            packed.documents.named(request, name)
 
     def _refuse(self, store: Store | None) -> None:
         """Refuses a store where documents do not leave the device."""

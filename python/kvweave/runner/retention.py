@@ -133,11 +133,13 @@ class Retention:
         """
         whose = word("namespace", namespace)
         blocks = self.cache.forget(whose)
+        computing = self._prefiller.computing
         if self.packed is not None:
             blocks += self.packed.cache.forget(whose)
+            if (documents := self.packed.documents) is not None:
+                computing.soon(lambda: documents.forget_cached(whose))
         if self.tiers is not None and self.tiers.host is not None:
             self.tiers.host.cache.forget(whose)
-        computing = self._prefiller.computing
         computing.soon(computing.at_end)
         return blocks
 

@@ -159,7 +159,7 @@ class FinalTexts:
 
     @property
     def texts(self) -> tuple[FinalText, ...]:
-        """All that there are."""
+        """All that there are, those that were used last at the end."""
         return tuple(self._texts.values())
 
     @property
@@ -185,6 +185,11 @@ class FinalTexts:
         final: npt.NDArray[np.bool_] = self._text[blocks // self._pages] != NOWHERE
         return final
 
+    def _used(self, which: int) -> FinalText:
+        """A text by its number, which is used now."""
+        text = self._texts[which] = self._texts.pop(which)
+        return text
+
     def split(self, entries: Int32) -> tuple[Int32, list[FinalEntries]]:
         """Entries [N, 5] of the pool's memory, and those of texts that are packed finally."""
         at = entries[:, 0] // self._pages
@@ -195,7 +200,7 @@ class FinalTexts:
         for which in np.unique(texts[texts != NOWHERE]).tolist():
             some = entries[texts == which].copy()
             some[:, 0] = self._number[at[texts == which]]
-            final.append((self._texts[which], some))
+            final.append((self._used(which), some))
         return own, final
 
     def unpack(
@@ -210,7 +215,7 @@ class FinalTexts:
         for which in np.unique(texts).tolist():
             some = texts == which
             numbers, tokens, exact = self._number[at[some]], packs[some, 1], packs[some, 2:]
-            for part in self._texts[which].parts:
+            for part in self._used(which).parts:
                 part = part if ranks is None else _within(part, *ranks)
                 if len(part.ranks):
                     part.unpack(numbers, tokens, into, exact)
@@ -241,10 +246,59 @@ class FinalTexts:
         freed = self._kept()[-count:]
         self._kept_back.truncate(self._kept_back.length - count * self._size)
         self._place[freed], self._place[at] = self._place[at], NOWHERE
-        self._text[at], self._number[at] = self._counted, np.arange(count)
+        self._enter(text, at)
+
+    def bring(
+        self,
+        tokens: Int32,
+        namespace: str,
+        regime: int,
+        parts: tuple[FormatPages, ...],
+        losses: tuple[float, int],
+    ) -> tuple[KvRequest, FinalText]:
+        """A text that comes as it was packed finally, and a request that has it alone, committed.
+
+        Its blocks come from those that are kept back, so no page of the pool goes for it. `losses`:
+        `most_lost` and `over_bound`.
+
+        # Errors
+        As `KvCache.admit`; nothing has changed then.
+        """
+        count = -(-len(tokens) // self._size)
+        freed = self._kept()[-count:]
+        self._kept_back.truncate(self._kept_back.length - count * self._size)
+        request = None
+        try:
+            request = self._cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
+            request.commit(len(tokens), len(tokens))
+            text = FinalText(request.fork(), parts, *losses)
+        except BaseException:
+            if request is not None:
+                # It may be found already, and has nothing in it.
+                request.retract()
+                request.release()
+            self._keep_again(freed)
+            raise
+        at = text.blocks.astype(np.int64) // self._pages
+        self._give_memory(at, freed)
+        self._enter(text, at)
+        return request, text
+
+    def _enter(self, text: FinalText, at: Int64) -> None:
+        """Has whoever reads blocks, which have no memory, read a text."""
+        self._text[at], self._number[at] = self._counted, np.arange(len(at))
         self._texts[self._counted] = text
         self._counted += 1
         self.version += 1
+
+    def text_of(self, tokens: Int32, namespace: str, regime: int) -> FinalText | None:
+        """The text of these tokens that can be found, if there is one."""
+        for text in self._texts.values():
+            held = text.held
+            known = (held.namespace, held.regime, held.length) == (namespace, regime, len(tokens))
+            if known and text not in self._left and np.array_equal(held.tokens, tokens):
+                return text
+        return None
 
     def leave(self, text: FinalText) -> None:
         """Has a text be found by nobody any more; it goes when nobody reads it."""
@@ -264,15 +318,21 @@ class FinalTexts:
             at = text.blocks.astype(np.int64) // self._pages
             self._text[at] = self._number[at] = NOWHERE
             text.held.release()
-            self._keep_back(len(at))
-            # Those that came may have memory, which is that of others then.
-            came = self._kept()[-len(at) :]
-            places = self._place[came]
-            places = places[places != NOWHERE]
-            self._place[came] = NOWHERE
-            without = at[~np.isin(at, came)]
-            self._place[without] = places
+            self._keep_again(at)
             self.version += 1
+
+    def _keep_again(self, freed: Int64) -> None:
+        """Keeps as many blocks back as were freed, which have no memory."""
+        self._keep_back(len(freed))
+        # Those that came may have memory, which is that of others then.
+        self._give_memory(self._kept()[-len(freed) :], freed)
+
+    def _give_memory(self, came: Int64, freed: Int64) -> None:
+        """Gives what memory blocks have that came to those that were freed and came not."""
+        places = self._place[came]
+        places = places[places != NOWHERE]
+        self._place[came] = NOWHERE
+        self._place[freed[~np.isin(freed, came)]] = places
 
 
 def make_books(

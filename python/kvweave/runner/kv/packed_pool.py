@@ -22,6 +22,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
@@ -76,8 +77,8 @@ class PackedPool:
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
     of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
     where a prompt's layers are packed while it is computed; None: behind its rows. `final`: texts
-    that are packed by strategies of their own, where there may be any. `readers`: who reads blocks
-    at the moment, each with its `request` of the books.
+    that are packed by strategies of their own, where there may be any, and `documents` whose they
+    are. `readers`: who reads blocks at the moment, each with its `request` of the books.
     """
 
     layers: Sequence[LayerSpec]
@@ -92,6 +93,13 @@ class PackedPool:
     aside: Aside | None = None
     final: FinalTexts | None = None
     readers: WeakSet[Any] = field(default_factory=WeakSet)
+    documents: FinalDocuments | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        documents = None
+        if self.final is not None:
+            documents = FinalDocuments(self.final, self.readers, PAGE_TOKENS)
+        object.__setattr__(self, "documents", documents)
 
     @property
     def device(self) -> torch.device:

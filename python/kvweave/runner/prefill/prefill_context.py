@@ -25,6 +25,7 @@ from kvweave.runner.report import Report, Timings
 from kvweave.runner.tiers.brought import Brought
 from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.final_packing import FinalPacking
+from kvweave.runner.tiers.host_documents import HostDocuments
 from kvweave.runner.tiers.loads import NEEDED
 from kvweave.runner.tiers.tiers import Tiers
 from kvweave.runner.tiers.zeroing import Zeroing
@@ -59,14 +60,16 @@ class PrefillContext:
         if zeroes:
             pools = decoder.heads.host.values()
             documents = None if tiers is None else tiers.host
+            # Beside packed pages nothing is zeroed.
+            assert not isinstance(documents, HostDocuments)
             self.computing.at_end = Zeroing(self.cache, self.pages, pools, documents).zero
         self.executor = Executor(decoder.spec, tiled, Drafter(decoder))
         self.final_packing: FinalPacking | None = None
         if self.packed is not None and (self.packed.bases or self.packed.final):
             self.final_packing = FinalPacking(self.packed, self.computing)
-            if (strategies := self.final_packing.strategies) is not None:
+            if self.packed.documents is not None:
                 # Who read a deleted document may have been the last to.
-                self.computing.at_end = strategies.give_back
+                self.computing.at_end = self.packed.documents.give_back
 
     def warn_of_length(self, tokens: int) -> None:
         """Warns of a prompt and answer longer than the model is made for."""

@@ -95,6 +95,9 @@ class DocumentForm(Protocol):
     def begin(self, shard: Shard) -> StoredDocument | ArrivingPayload:
         """As `read`; of a form whose documents can arrive layer by layer, to be read on."""
 
+    def hold(self, request: KvRequest) -> None:
+        """Says that somebody reads what a request has, until it is released."""
+
     def bases(self, blocks: Int32) -> BlockBases | None:
         """The bases that blocks [N] are packed in; None where there are none."""
 
@@ -153,6 +156,9 @@ class ExactForm:
     def begin(self, shard: Shard) -> ArrivingPayload:
         """Its KV is read layer by layer."""
         return ArrivingPayload(shard)
+
+    def hold(self, request: KvRequest) -> None:
+        """Nothing: blocks that a request holds are not given to others."""
 
     def bases(self, blocks: Int32) -> None:
         """None."""

@@ -155,8 +155,8 @@ class DocumentCopy:
 
         Where it is not to be packed once more that is at once. Its blocks are held until then.
         """
-        if self.of.strategies is not None:
-            self.of.strategies.named(packed.request, name)
+        if self.of.pool.documents is not None:
+            self.of.pool.documents.named(packed.request, name)
         if not self.size:
             then(packed.request)
             return

@@ -140,6 +140,25 @@ class HostTier:
             return False
         return True
 
+    def admit(self, document: Document) -> KvRequest | None:
+        """A request on the device that has a document alone, committed; None if it is not here.
+
+        # Errors
+        As `fetch`, and as `KvCache.admit`.
+        """
+        request = self._form.cache.admit(
+            document.tokens, namespace=document.namespace, regime=document.regime, reuse="none"
+        )
+        try:
+            if not self.fetch(document, request):
+                request.release()
+                return None
+            request.commit(document.length, document.length)
+        except BaseException:
+            request.release()
+            raise
+        return request
+
     def fetch(self, document: Document, request: KvRequest) -> bool:
         """Copies a document into the blocks of a request of it alone; False if it is not here.
 

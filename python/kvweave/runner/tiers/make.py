@@ -16,6 +16,8 @@ from kvweave.runner.kv.beside_packed import refuse_beside_packed, refuse_beside_
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
+from kvweave.runner.tiers.final_form import FinalForm
+from kvweave.runner.tiers.host_documents import HostDocuments
 from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.packed_form import PackedForm
 from kvweave.runner.tiers.remote_tier import RemoteTier
@@ -33,9 +35,10 @@ def digest_of(heads: HeadClassMap | None) -> str:
 
 def form_of(decoder: Decoder, heads: HeadClassMap | None) -> DocumentForm:
     """How the documents of a decoder lie in its pages: packed where any are."""
-    flops = RowFlops(decoder.spec, decoder.heads)
-    if decoder.heads.packed is not None:
-        return PackedForm(decoder.heads.packed, digest_of(heads), flops)
+    flops, packed = RowFlops(decoder.spec, decoder.heads), decoder.heads.packed
+    if packed is not None:
+        made = PackedForm if packed.final is None else FinalForm
+        return made(packed, digest_of(heads), flops)
     return ExactForm(decoder.heads.cache, decoder.pages, digest_of(heads), flops)
 
 
@@ -52,7 +55,7 @@ def make_tiers(
 
     # Errors
     `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
-    store beside packed pages and for any tier beside a strategy of these, `OutOfMemory` for bytes
+    store beside packed pages and for a store beside a strategy of these, `OutOfMemory` for bytes
     that the host has not, `StoreUnavailable` for a folder that cannot be used, `ForeignStore` for
     one of another model; `InvalidArgument` too for a folder whose shards are named by a hash that
     is not safe from tenants, where the runner's is.
@@ -60,16 +63,18 @@ def make_tiers(
     if store is None and document_bytes is None and remote is None:
         return None
     packed = decoder.heads.packed
-    for what, got in (("store", store), ("document_bytes", document_bytes)):
-        known = None if packed is None or got is None else packed.packing
-        refuse_beside_strategy(known, what)
+    refuse_beside_strategy(None if packed is None else packed.packing, "store", store)
     form = form_of(decoder, heads)
-    disk, host, far = None, None, None
+    disk, far = None, None
+    host: HostTier | HostDocuments | None = None
     if store is not None:
         disk = DiskTier(_opened(store, hash, decoder.spec.fingerprint), form)
     if document_bytes is not None:
         whole("document_bytes", document_bytes, 1)
-        host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
+        if isinstance(form, FinalForm):
+            host = HostDocuments(form, document_bytes, eviction=eviction, hash=hash)
+        else:
+            host = HostTier(form, document_bytes, eviction=eviction, hash=hash)
     if remote is not None:
         if not isinstance(remote, RemoteStore):
             raise InvalidArgument(f"remote: expected a RemoteStore, got {shown(remote)}")

@@ -119,11 +119,16 @@ class PackedForm:
 
     def provenance(self, namespace: str, regime: int) -> Provenance:
         """That of the pool's format, whose every size is in the layout."""
+        return self._provenance(namespace, regime)
+
+    def _provenance(self, namespace: str, regime: int, more: str = "") -> Provenance:
+        """The same where the layout says something `more`."""
         shape, of = self.cache.shape, PageFormat.of(self.pool.pages.format)
+        named = f"packed/{VERSION}/{of.name}"
         return Provenance(
             self.cache.fingerprint if self._fingerprint is None else self._fingerprint,
             dtype=shape.dtype,
-            layout=f"packed/{VERSION}/{of.name}",
+            layout=f"{named}/{more}" if more else named,
             layers=shape.layers,
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
@@ -151,14 +156,8 @@ class PackedForm:
         # Errors
         As `DocumentForm.admit`.
         """
-        header = document.header
-        if namespace != header.namespace:
-            raise NamespaceConflict(
-                f"packed document namespace: expected {namespace!r}, got {header.namespace!r}"
-            )
-        if header != self.provenance(namespace, header.regime):
-            raise InvalidArgument("packed document: expected one of this model and format")
-        tokens, regime = document.tokens, header.regime
+        self._expect(document, namespace)
+        tokens, regime = document.tokens, document.header.regime
         request = self.cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
         try:
             blocks = request.entries()[:, 0]
@@ -171,6 +170,16 @@ class PackedForm:
             request.release()
             raise
         return request
+
+    def _expect(self, document: PackedDocument, namespace: str) -> None:
+        """Refuses a document of another namespace, model or format."""
+        header = document.header
+        if namespace != header.namespace:
+            raise NamespaceConflict(
+                f"packed document namespace: expected {namespace!r}, got {header.namespace!r}"
+            )
+        if header != self.provenance(namespace, header.regime):
+            raise InvalidArgument("packed document: expected one of this model and format")
 
     def write(self, store: Store, document: PackedDocument) -> str:
         """A shard with a part for each part."""
@@ -185,9 +194,7 @@ class PackedForm:
         As `DocumentForm.read`; `CorruptShard` as well for bases that are not finite or whose bits
         have no room, or that blocks name and are not there.
         """
-        header = shard.provenance
-        if header != self.provenance(header.namespace, header.regime):
-            raise CorruptShard("shard layout: expected packed pages of this format, got others")
+        header = self._expect_header(shard)
         tokens = shard.tokens().astype(np.int32)
         count = -(-len(tokens) // self._page_tokens)
         shape = (count, self.pool.block_pages, self.pool.pages.format.page_bytes)
@@ -195,6 +202,13 @@ class PackedForm:
         if self.pool.bases is not None:
             parts |= self._read_bases(shard, count)
         return PackedDocument(header, tokens, parts)
+
+    def _expect_header(self, shard: Shard) -> Provenance:
+        """What a shard is of, which is what documents here are of."""
+        header = shard.provenance
+        if header != self.provenance(header.namespace, header.regime):
+            raise CorruptShard("shard layout: expected packed pages of this format, got others")
+        return header
 
     def begin(self, shard: Shard) -> PackedDocument:
         """As `read`: whole."""
@@ -218,6 +232,9 @@ class PackedForm:
         except InvalidArgument as error:
             raise CorruptShard(f"shard part bases: {error}") from error
         return {_WHICH: which, _BASES: bases}
+
+    def hold(self, request: KvRequest) -> None:
+        """Nothing: blocks that a request holds are not given to others."""
 
     def bases(self, blocks: Int32) -> BlockBases | None:
         """Those that blocks are packed in."""

@@ -1,4 +1,4 @@
-"""`Strategies`: which documents of a runner are packed by strategies of their own, and where.
+"""`Strategies`: how documents of a runner are packed by strategies of their own, and where.
 
 Everything but `chosen` is for whoever computes, or is done while nobody does.
 """
@@ -13,18 +13,8 @@ from kvweave.cache import KvRequest
 from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes
-from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.chosen_formats import ChosenFormats
 from kvweave.runner.tiers.packed_losses import Part
-
-Beginning = tuple[str, int, bytes]
-"""Namespace and regime of a text, and its tokens up to the end of its first page."""
-
-
-def beginning_of(request: KvRequest) -> Beginning:
-    """What texts that share blocks have in common: their first page, or all of what is shorter."""
-    first = np.ascontiguousarray(request.tokens[:PAGE_TOKENS], np.int32)
-    return request.namespace, request.regime, first.tobytes()
 
 
 def has_own_basis(pool: PackedPool, of: ops.PackedFormat, blocks: int) -> bool:
@@ -38,7 +28,7 @@ def shared_basis(pool: PackedPool) -> torch.Tensor | None:
 
 
 class Strategies:
-    """The strategy of a pool's documents, and those that have been packed by it."""
+    """The strategy of a pool's documents, by which they are packed finally."""
 
     def __init__(self, pool: PackedPool, final: FinalTexts) -> None:
         strategy, of = pool.packing.strategy, pool.pages.format
@@ -46,8 +36,6 @@ class Strategies:
         self._pool, self._final, self._bound = pool, final, strategy.bound
         known = of.head_dim, of.page_tokens, of.scales
         self._candidates, self._fallback = strategy.formats(*known)
-        # Of documents by namespace and name what they begin with.
-        self._named: dict[tuple[str, str], Beginning] = {}
 
     @property
     def widest(self) -> ops.PackedFormat:
@@ -82,40 +70,21 @@ class Strategies:
         known = self._candidates, self._fallback, self._bound
         return ChosenFormats(parts, pages, tokens, bases, *known)
 
-    def named(self, request: KvRequest, name: str) -> None:
-        """Takes note that a request's text has been frozen under a name."""
-        self._named[request.namespace, name] = beginning_of(request)
-        self._leave_unnamed()
-
-    def forget(self, namespace: str, name: str) -> None:
-        """Lets a document go that is deleted, unless it has another name."""
-        if self._named.pop((namespace, name), None) is not None:
-            self._leave_unnamed()
-
-    def _leave_unnamed(self) -> None:
-        for text in self._final.texts:
-            if not self._is_named(text.held):
-                self._final.leave(text)
-        self.give_back()
-
-    def give_back(self) -> None:
-        """Lets documents go that were deleted and that nobody reads any more."""
-        self._final.give_back(self._is_read)
-
     def place(self, held: KvRequest, made: ChosenFormats, most_lost: float) -> str:
         """Puts a text in the place of its pages in the pool; why it stays there, or ''.
 
         `most_lost`: the most that a KV head of a layer loses of it there.
         """
         pool, final, blocks = self._pool, self._final, held.entries()[:, 0]
-        if not self._is_named(held):
+        documents = pool.documents
+        assert documents is not None
+        if not documents.is_named(held):
             return "deleted before it was packed finally"
         if {pool.pages.format} == {of for of, *_ in made.made}:
             return "no candidate loses as little as the bound"
         if most_lost <= self._bound and made.nbytes >= len(blocks) * pool.block_bytes:
             return "as little is lost in the pool's format, which has no more bytes"
-        self.give_back()
-        if not final.has_room(len(blocks), made.nbytes):
+        if not documents.make_room(len(blocks), made.nbytes):
             return "no room beside the pool for one more document"
         parts = [
             FormatPages.of(
@@ -129,11 +98,3 @@ class Strategies:
         ]
         final.take(FinalText(held.fork(), tuple(parts), made.most_lost, made.over_bound))
         return ""
-
-    def _is_named(self, request: KvRequest) -> bool:
-        return beginning_of(request) in self._named.values()
-
-    def _is_read(self, blocks: Int32) -> bool:
-        requests = (reader.request for reader in list(self._pool.readers))
-        live = (request for request in requests if not request.released)
-        return any(np.isin(blocks, request.entries()[:, 0]).any() for request in live)

@@ -24,6 +24,7 @@ from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
 from kvweave.runner.tiers.expected import Expected
+from kvweave.runner.tiers.host_documents import HostDocuments
 from kvweave.runner.tiers.host_tier import FetchedKv, HostTier
 from kvweave.runner.tiers.keeping import Keeping
 from kvweave.runner.tiers.loads import NEEDED, PREFETCHED, Wanted
@@ -53,7 +54,7 @@ class Tiers:
         self,
         form: DocumentForm,
         clock: Clock,
-        host: HostTier | None,
+        host: HostTier | HostDocuments | None,
         disk: DiskTier | None,
         remote: RemoteTier | None = None,
         *,
@@ -262,14 +263,14 @@ class Tiers:
     def _hold(self, document: Document, brought: Brought) -> None:
         """Keeps a document that is on the device from being evicted for others of its prompt."""
         with suppress(PoolFull):
-            brought.requests.append(
-                self._cache.admit(
-                    document.tokens,
-                    namespace=document.namespace,
-                    regime=document.regime,
-                    reuse="prefix",
-                )
+            request = self._cache.admit(
+                document.tokens,
+                namespace=document.namespace,
+                regime=document.regime,
+                reuse="prefix",
             )
+            self._form.hold(request)
+            brought.requests.append(request)
 
     def _carried(self, want: Wanted, tier: Tier, brought: Brought) -> KvRequest | None:
         """A request that has a document alone, its KV being brought; None if it is not there."""
@@ -300,21 +301,18 @@ class Tiers:
     def _from_host(self, want: Wanted, arrivals: Arrivals | None) -> KvRequest | None:
         """A document from the host's memory; of a GPU that reads it there it may be on its way."""
         assert self.host is not None
-        document = want.document
+        document, host = want.document, self.host
+        if arrivals is None or not isinstance(host, HostTier) or not host.pinned:
+            return host.admit(document)
         request = self._cache.admit(
             document.tokens, namespace=document.namespace, regime=document.regime, reuse="none"
         )
         try:
-            if arrivals is not None and self.host.pinned:
-                fetched = self.host.fetch_aside(document, request)
-                if fetched is not None:
-                    arrivals.coming.append(Coming(want, "host", fetched))
-                found = fetched is not None
-            else:
-                found = self.host.fetch(document, request)
-            if not found:
+            fetched = host.fetch_aside(document, request)
+            if fetched is None:
                 request.release()
                 return None
+            arrivals.coming.append(Coming(want, "host", fetched))
             request.commit(document.length, document.length)
         except BaseException:
             request.release()

@@ -1,0 +1,275 @@
+"""`FinalForm`: documents of a pool that packs them by a strategy, which leave as they are packed.
+
+One that is packed finally has parts for each of its formats, and a list of which pages of a block
+have which; one that is not is in the pool's format. Whose strategy that is says its provenance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.cache import KvRequest
+from kvweave.device_memory import needs_memory
+from kvweave.errors import CorruptPayload, CorruptShard, InvalidArgument
+from kvweave.ops import PackedFormat, RopeTable
+from kvweave.payload.formats import FormatRanks, formats_of
+from kvweave.payload.header_fields import expect, expect_count, fields_of, list_of, parsed
+from kvweave.payload.packed import PageFormat
+from kvweave.payload.stored import part_of
+from kvweave.runner.kv.final_documents import FinalDocuments
+from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
+from kvweave.runner.kv.packed_pool import PackedPool
+from kvweave.runner.kv.pool_bases import BlockBases, basis_bytes, basis_shape
+from kvweave.runner.kv.tables import Int32
+from kvweave.runner.tiers.document_form import RowsFlops
+from kvweave.runner.tiers.packed_form import PackedDocument, PackedForm
+from kvweave.store import Provenance, Shard
+
+VERSION = 1
+"""Of how parts of such documents are laid out."""
+
+FORMATS = "formats"
+
+_MOST_TEXT = 1 << 22
+"""Bytes of the list of formats, at most."""
+
+
+@dataclass(frozen=True)
+class FinalHeader:
+    """What is known of a document beside its parts; of one in the pool's format no `formats`.
+
+    `most_lost` and `over_bound` as `FinalText` has them.
+    """
+
+    formats: tuple[FormatRanks, ...] = ()
+    most_lost: float = 0.0
+    over_bound: int = 0
+
+    def to_part(self) -> torch.Tensor:
+        """It as JSON, u8 [bytes]. JSON has no infinite number: such a loss is null."""
+        data = {
+            "formats": [each.to_json() for each in self.formats],
+            "most_lost": self.most_lost if np.isfinite(self.most_lost) else None,
+            "over_bound": self.over_bound,
+        }
+        text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
+        return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+
+    @staticmethod
+    def from_part(
+        part: torch.Tensor, pages: int, head_dim: int, known: Sequence[PackedFormat]
+    ) -> FinalHeader:
+        """From a part of any origin, of a text whose blocks have so many pages.
+
+        # Errors
+        `CorruptPayload` naming what cannot be.
+        """
+        try:
+            text = part.numpy().tobytes().decode()
+        except UnicodeDecodeError as error:
+            raise CorruptPayload(f"payload formats: expected UTF-8, got {error.reason}") from error
+        fields = fields_of(parsed(text), FORMATS, set(FinalHeader.__dataclass_fields__))
+        formats = tuple(map(FormatRanks.from_json, list_of(FORMATS, fields["formats"])))
+        if formats:
+            formats_of(formats, pages, head_dim, known)
+        lost: Any = fields["most_lost"]
+        right = lost is None or (type(lost) in (int, float) and 0.0 <= lost < np.inf)
+        expect(right, "most_lost", "a share from 0 on, or null", lost)
+        expect_count("over_bound", fields["over_bound"], 0, pages)
+        return FinalHeader(formats, np.inf if lost is None else float(lost), fields["over_bound"])
+
+
+class FinalForm(PackedForm):
+    """As `PackedForm`, of a pool with a strategy."""
+
+    pool: PackedPool
+
+    def __init__(self, pool: PackedPool, heads: str, flops: RowsFlops) -> None:
+        super().__init__(pool, heads, flops)
+        strategy, of = pool.packing.strategy, pool.pages.format
+        assert strategy is not None
+        candidates, fallback = strategy.formats(of.head_dim, of.page_tokens, of.scales)
+        self.known = tuple(dict.fromkeys((*candidates, fallback)))
+        names = [PageFormat.of(each).name for each in (*candidates, fallback)]
+        said = json.dumps([float(strategy.bound).hex(), names]).encode()
+        self._by = f"by/{VERSION}/{sha256(said).hexdigest()[:32]}"
+
+    @property
+    def _documents(self) -> FinalDocuments:
+        documents = self.pool.documents
+        assert documents is not None
+        return documents
+
+    @property
+    def _final(self) -> FinalTexts:
+        final = self.pool.final
+        assert final is not None
+        return final
+
+    @property
+    def token_bytes(self) -> int:
+        """The most that a token has, whatever format its heads are in."""
+        most = max(of.page_bytes for of in (*self.known, self.pool.pages.format))
+        return self.pool.block_pages * most // self._page_tokens
+
+    @property
+    def least_block_bytes(self) -> int:
+        """The fewest that a block has."""
+        least = min(of.page_bytes for of in (*self.known, self.pool.pages.format))
+        return self.pool.block_pages * least
+
+    def provenance(self, namespace: str, regime: int) -> Provenance:
+        """That of the pool's format and of the strategy, bound and candidates and all."""
+        return self._provenance(namespace, regime, self._by)
+
+    def hold(self, request: KvRequest) -> None:
+        """Says that a request's blocks are read until it is released."""
+        self._documents.hold(request)
+
+    def export(self, request: KvRequest, rope: RopeTable | None = None) -> PackedDocument:
+        """The document of a request as it is packed now."""
+        tokens = np.asarray(request.tokens, np.int32)
+        text = self._final.text_of(tokens, request.namespace, request.regime)
+        if text is None:
+            known = super().export(request, rope)
+            return PackedDocument(known.header, tokens, {FORMATS: _PLAIN, **known.parts})
+        header = self.provenance(request.namespace, request.regime)
+        return PackedDocument(header, tokens, parts_of(text))
+
+    def admit(self, document: PackedDocument, namespace: str) -> KvRequest:
+        """A request of a stored document, which has no page of the pool if it is packed finally.
+
+        # Errors
+        As `DocumentForm.admit`; `OutOfMemory` where the device has no memory for its pages.
+        """
+        self._expect(document, namespace)
+        header = self._header_of(document.parts[FORMATS])
+        if not header.formats:
+            return super().admit(document, namespace)
+        tokens, regime = document.tokens, document.header.regime
+        known = self._documents.known(tokens, namespace, regime)
+        if known is not None:
+            return known
+        formats = self._formats(header)
+        blocks = -(-len(tokens) // self._page_tokens)
+        # Each format has a null block of its own.
+        sizes = [len(ranks) * of.page_bytes * (blocks + 1) for of, ranks in formats]
+        bases = [basis_bytes(of, len(ranks)) for of, ranks in formats]
+        self._documents.expect_room(blocks, sum(sizes) + sum(bases))
+        parts = self._pages_of(document.parts, formats)
+        losses = header.most_lost, header.over_bound
+        return self._documents.bring(tokens, namespace, regime, parts, losses)
+
+    def read(self, shard: Shard) -> PackedDocument:
+        """The parts of a shard, each as large as the document's tokens and formats ask for.
+
+        # Errors
+        As `PackedForm.read`; `CorruptShard` as well for a list of formats that is none, for others
+        than the strategy has, and for ranks that are not those of all pages, each once.
+        """
+        self._expect_header(shard)
+        size = shard.parts.get(FORMATS, 0)
+        if not 0 < size <= _MOST_TEXT:
+            raise CorruptShard(f"shard part formats: expected up to {_MOST_TEXT} bytes, got {size}")
+        listed = part_of(shard, FORMATS, (size,), torch.uint8)
+        try:
+            header = self._header_of(listed)
+            formats = self._formats(header)
+        except CorruptPayload as error:
+            raise CorruptShard(f"shard {error}") from error
+        if not formats:
+            known = super().read(shard)
+            return PackedDocument(known.header, known.tokens, {FORMATS: listed, **known.parts})
+        tokens = shard.tokens().astype(np.int32)
+        blocks = -(-len(tokens) // self._page_tokens)
+        parts = {FORMATS: listed}
+        for at, (of, ranks) in enumerate(formats):
+            shape = blocks, len(ranks), of.page_bytes
+            parts[_pages(at)] = part_of(shard, _pages(at), shape, torch.uint8)
+            if of.basis_rows is not None:
+                name, rows = _basis(at), basis_shape(of, len(ranks))
+                parts[name] = checked_basis(part_of(shard, name, rows, torch.float32), name, of)
+        return PackedDocument(shard.provenance, tokens, parts)
+
+    def bases(self, blocks: Int32) -> BlockBases | None:
+        """Those of blocks of no final text."""
+        return super().bases(self._final.rows(blocks))
+
+    def put_bases(self, blocks: Int32, bases: BlockBases | None) -> None:
+        """As `PackedForm.put_bases`, of blocks of no final text."""
+        super().put_bases(self._final.rows(blocks), bases)
+
+    def _index(self, blocks: Int32) -> torch.Tensor:
+        return super()._index(self._final.rows(blocks))
+
+    def _header_of(self, part: torch.Tensor) -> FinalHeader:
+        known = self.pool.block_pages, self.pool.head_dim, self.known
+        return FinalHeader.from_part(part.cpu(), *known)
+
+    def _formats(self, header: FinalHeader) -> list[tuple[PackedFormat, tuple[int, ...]]]:
+        dim = self.pool.head_dim
+        return [(each.format.for_dim(dim), each.ranks) for each in header.formats]
+
+    @needs_memory("packed documents")
+    def _pages_of(
+        self,
+        parts: Mapping[str, torch.Tensor],
+        formats: Sequence[tuple[PackedFormat, tuple[int, ...]]],
+    ) -> tuple[FormatPages, ...]:
+        """Parts of a document as decode steps read them, where the pool lies."""
+        device, reading, made = self.pool.device, self.pool.heads.reading, []
+        for at, (of, ranks) in enumerate(formats):
+            basis = None if of.basis_rows is None else parts[_basis(at)].to(device)
+            data = parts[_pages(at)].to(device)
+            made.append(FormatPages.of(data, of, np.asarray(ranks, np.int64), basis, reading))
+        return tuple(made)
+
+
+def parts_of(text: FinalText) -> dict[str, torch.Tensor]:
+    """The parts of a text where it lies: nobody writes them while it is there, or after."""
+    listed = tuple(
+        FormatRanks(PageFormat.of(part.pages.format), tuple(part.ranks.tolist()))
+        for part in text.parts
+    )
+    header = FinalHeader(listed, text.most_lost, text.over_bound)
+    parts = {FORMATS: header.to_part()}
+    for at, part in enumerate(text.parts):
+        count = len(part.ranks)
+        parts[_pages(at)] = part.pages.data[count:].view(len(text.blocks), count, -1)
+        if part.pages.bases is not None:
+            parts[_basis(at)] = part.pages.bases.data[0]
+    return parts
+
+
+def checked_basis(basis: torch.Tensor, name: str, of: PackedFormat) -> torch.Tensor:
+    """A basis f32 [K, 2, rows, D] of unknown origin.
+
+    # Errors
+    `CorruptShard` for one that is not finite, or whose bits have no room.
+    """
+    if not bool(basis.isfinite().all()):
+        raise CorruptShard(f"shard part {name}: expected finite numbers, got others")
+    try:
+        of.check_bases(basis[None])
+    except InvalidArgument as error:
+        raise CorruptShard(f"shard part {name}: {error}") from error
+    return basis
+
+
+_PLAIN = FinalHeader().to_part()
+"""Of a document in the pool's format."""
+
+
+def _pages(number: int) -> str:
+    return f"pages.{number}"
+
+
+def _basis(number: int) -> str:
+    return f"basis.{number}"

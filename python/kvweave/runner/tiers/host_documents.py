@@ -1,0 +1,279 @@
+"""`HostDocuments`: documents of any number of bytes in the host's memory, as they leave their form.
+
+A cache of its own counts their blocks, so the indexes, the order of eviction and the quotas here
+are those of any other cache. Their bytes lie in slots, of which a document takes as many as it needs,
+be they more or fewer than its blocks. Where slots are short the cache is asked for blocks until
+documents have gone that had enough of them: so its order says whose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvweave.cache import KvCache, KvRequest
+from kvweave.device_memory import arena_pages, needs_memory
+from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.runner.kv.host_pages import blocks_of
+from kvweave.runner.kv.pinned import pin
+from kvweave.runner.tiers.document import Document
+from kvweave.runner.tiers.final_form import FinalForm
+from kvweave.runner.tiers.packed_form import PackedDocument
+
+_ALIGNED = 16
+"""Where a part of a document may begin."""
+
+_NOBODY = -1
+
+_Key = tuple[str, int, bytes]
+"""Namespace, regime and tokens."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a document: where its bytes begin, and what they are."""
+
+    name: str
+    begin: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A document that is here, by its number: its parts, and in which slots and blocks."""
+
+    number: int
+    key: _Key
+    parts: tuple[_Part, ...]
+    slots: npt.NDArray[np.int64]
+    blocks: npt.NDArray[np.int64]
+
+
+class HostDocuments:
+    """So many bytes of documents beside a pool that packs them by a strategy.
+
+    `pinned`: whether a GPU reads the memory where it lies. `has` is for any thread, all else for
+    whoever computes.
+
+    # Errors
+    `InvalidArgument` for bytes that hold no block; `OutOfMemory` for what the host cannot hold.
+    """
+
+    def __init__(self, form: FinalForm, size: int, *, eviction: str, hash: str) -> None:
+        self._form, self._slot_bytes = form, form.pool.block_bytes
+        if size < self._slot_bytes:
+            raise InvalidArgument(
+                f"document_bytes: expected at least {self._slot_bytes}, got {size}"
+            )
+        count = size // self._slot_bytes
+        # As many blocks as the bytes hold of the smallest, a null block, and who looks one up has
+        # one more.
+        blocks = 2 + size // form.least_block_bytes
+        self.cache = KvCache(
+            form.cache.shape,
+            blocks=blocks,
+            memory=False,
+            eviction=eviction,
+            hash=hash,
+            fingerprint=form.cache.fingerprint,
+        )
+        self._pages = form.pool.block_pages
+        device = form.pool.device
+        self.memory = arena_pages((count, self._slot_bytes), torch.uint8, torch.device("cpu"))
+        self.pinned = device.type == "cuda" and pin(self.memory, device)
+        self._kept: dict[_Key, _Kept] = {}
+        # Whose a block is, by the number of a document, and which are nobody's slots.
+        self._whose = np.full(1 + int(self.cache.stats()["total"]), _NOBODY, np.int64)
+        self._numbers: dict[int, _Kept] = {}
+        self._counted = 0
+        self._free = np.arange(count, dtype=np.int64)
+
+    def has(self, document: Document) -> bool:
+        """Whether all of a document is here."""
+        return _key(document) in self._kept and document.is_in(self.cache)
+
+    def keep(self, document: Document, request: KvRequest) -> bool:
+        """Copies a document from the request that has it alone; whether it is here now.
+
+        Where room is short others give way, as the cache's order says.
+        """
+        if self.has(document):
+            return True
+        stored = self._form.export(request)
+        parts = tuple(_places(stored))
+        last = parts[-1]
+        slots = -(-(last.begin + stored.parts[last.name].nbytes) // self._slot_bytes)
+        if slots > len(self.memory):
+            return False
+        try:
+            with self.cache.admit(
+                document.tokens,
+                namespace=document.namespace,
+                regime=document.regime,
+                reuse="none",
+            ) as home:
+                blocks = blocks_of(home).astype(np.int64) // self._pages
+                self._drop_of(blocks)
+                self._drop(self._kept.get(_key(document)))
+                self._make_room(slots)
+                taken, self._free = self._free[:slots], self._free[slots:]
+                kept = _Kept(self._counted, _key(document), parts, taken, blocks)
+                self._enter(kept)
+                for part in parts:
+                    self._write(kept, part, stored.parts[part.name])
+                home.commit(document.length, document.length)
+        except PoolFull:
+            return False
+        return True
+
+    def admit(self, document: Document) -> KvRequest | None:
+        """A request on the device that has a document alone, committed; None if it is not here.
+
+        # Errors
+        As `DocumentForm.admit`.
+        """
+        kept = self._kept.get(_key(document))
+        if kept is None:
+            return None
+        # The last token of a prompt is never looked up: the document's own is not the last.
+        followed = np.append(document.tokens, np.int32(0))
+        try:
+            home = self.cache.admit(
+                followed,
+                namespace=document.namespace,
+                regime=document.regime,
+                reuse="prefix",
+            )
+        except PoolFull:
+            return None
+        with home:
+            if home.plan.reused_prefix < document.length:
+                self._drop(kept)
+            # The block behind it may have been that of another document.
+            self._drop_of(blocks_of(home)[-1:].astype(np.int64) // self._pages)
+            if kept.number not in self._numbers:
+                return None
+            header = self._form.provenance(document.namespace, document.regime)
+            stored = PackedDocument(header, document.tokens, _PartsHere(self, kept))
+            return self._form.admit(stored, document.namespace)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of blocks as `KvCache.stats` has them, bytes of a slot and of all that are taken.
+
+        And whether the memory is pinned.
+        """
+        taken = (len(self.memory) - len(self._free)) * self._slot_bytes
+        known = {"block_bytes": self._slot_bytes, "taken_bytes": taken, "pinned": self.pinned}
+        return {**self.cache.stats(), **known}
+
+    # ---- who is here ----------------------------------------------------------------------
+
+    def _enter(self, kept: _Kept) -> None:
+        self._whose[kept.blocks] = kept.number
+        self._kept[kept.key] = self._numbers[kept.number] = kept
+        self._counted += 1
+
+    def _drop(self, kept: _Kept | None) -> None:
+        """Lets a document go, if there is one: its slots are free."""
+        if kept is None:
+            return
+        self._whose[self._whose == kept.number] = _NOBODY
+        del self._kept[kept.key], self._numbers[kept.number]
+        self._free = np.sort(np.concatenate((self._free, kept.slots)))
+
+    def _drop_of(self, blocks: npt.NDArray[np.int64]) -> int:
+        """Lets those go whose blocks were taken for others; how many blocks they had beside."""
+        beside = 0
+        for number in np.unique(self._whose[blocks]).tolist():
+            if number != _NOBODY:
+                kept = self._numbers[number]
+                beside += len(np.setdiff1d(kept.blocks, blocks))
+                self._drop(kept)
+        return beside
+
+    def _make_room(self, slots: int) -> None:
+        """Has documents go until so many slots are free.
+
+        # Errors
+        `PoolFull` where those that nobody holds do not suffice.
+        """
+        step = 1
+        while len(self._free) < slots:
+            known = self.cache.stats()
+            free, most = known["free"], known["total"] - known["held"]
+            if free >= most:
+                raise PoolFull(
+                    f"documents: expected {slots * self._slot_bytes} bytes of the host's memory "
+                    f"that nobody holds, got {len(self._free) * self._slot_bytes}"
+                )
+            tokens = min(free + step, most) * self.cache.shape.page_tokens
+            with self.cache.admit(np.zeros(tokens, np.int32), reuse="none") as room:
+                taken = blocks_of(room).astype(np.int64) // self._pages
+                # Of one document the blocks go one after the other.
+                step = 1 + self._drop_of(taken)
+
+    # ---- their bytes ----------------------------------------------------------------------
+
+    def _write(self, kept: _Kept, part: _Part, data: torch.Tensor) -> None:
+        held = data.contiguous().reshape(-1).view(torch.uint8)
+        for memory, some in self._pieces(kept, part, held.numel()):
+            memory.copy_(held[some])
+
+    @needs_memory("documents")
+    def read(self, kept: _Kept, part: _Part) -> torch.Tensor:
+        """A part of a document that is here, on the device where it was."""
+        made = torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        held = made.reshape(-1).view(torch.uint8)
+        for memory, some in self._pieces(kept, part, held.numel()):
+            held[some].copy_(memory)
+        return made
+
+    def _pieces(self, kept: _Kept, part: _Part, count: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Memory of a part's bytes, piece by piece, and which of them each has."""
+        flat, size = self.memory.view(-1), self._slot_bytes
+        runs = np.split(kept.slots, np.flatnonzero(np.diff(kept.slots) != 1) + 1)
+        begin = 0
+        for run in runs:
+            end = begin + len(run) * size
+            first, last = max(begin, part.begin), min(end, part.begin + count)
+            if first < last:
+                at = int(run[0]) * size + first - begin
+                yield flat[at : at + last - first], slice(first - part.begin, last - part.begin)
+            begin = end
+
+
+class _PartsHere(Mapping[str, torch.Tensor]):
+    """The parts of a document, each brought when it is asked for."""
+
+    def __init__(self, of: HostDocuments, kept: _Kept) -> None:
+        self._of, self._kept = of, kept
+        self._parts = {part.name: part for part in kept.parts}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._of.read(self._kept, self._parts[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _key(document: Document) -> _Key:
+    tokens = np.ascontiguousarray(document.tokens, np.int32)
+    return document.namespace, document.regime, tokens.tobytes()
+
+
+def _places(document: PackedDocument) -> Iterator[_Part]:
+    """Where the parts of a document lie, one behind the other."""
+    begin = 0
+    for name, part in document.parts.items():
+        yield _Part(name, begin, tuple(part.shape), part.dtype, part.device)
+        begin += -(-part.nbytes // _ALIGNED) * _ALIGNED
