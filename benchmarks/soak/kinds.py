@@ -238,7 +238,8 @@ KINDS = (
         {"kv_dtype": Packing("int8", strategy=Strategy(bound=0.5), copy_bytes=5 << 20)},
         heads=UNEVEN,
         room=_LONG_DOCUMENTS,
-        without=_PACKED_WITHOUT | {"tiers"},
+        token_bytes=LAYERS * KV_HEADS * 70,
+        without=_PACKED_WITHOUT,
         library=_LONG_LIBRARY,
         # A document for which there is no room beside the pool stays there.
         alike=replace(_ALIKE_PACKED, policies=("full", "prefix")),

@@ -17,6 +17,7 @@ from kvweave.cache import KvCache
 from kvweave.runner import Runner
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.packed_pool import PackedPool
+from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.tiers import Tiers
 
 LIVE = {"LiveRequest", "EngineRequest", "PrefillJob", "Prefill", "Expected", "Load", "Arrivals"}
@@ -98,8 +99,9 @@ def _left_in_tiers(served: Served, tiers: Tiers) -> Iterator[str]:
     assert tiers.disk is not None
     yield from _held("the host", tiers.host.cache)
     room, found = served.kind.room, tiers.stats()
-    host, most = tiers.host.cache.stats(), served.bytes_of(room.document)
-    if (host["total"] - host["free"]) * tiers.host.stats()["block_bytes"] > most:
+    host, most = tiers.host.stats(), served.bytes_of(room.document)
+    taken = (host["total"] - host["free"]) * host["block_bytes"]
+    if host.get("taken_bytes", taken) > most:
         yield f"more than {most} bytes in the host's memory"
     held, by_space = tiers.disk.store.held()
     if held > served.bytes_of(room.stored):
@@ -137,9 +139,11 @@ def _held_packed(pool: PackedPool) -> Iterator[str]:
     """Packed blocks that are held by no document, and texts packed finally that are none."""
     pool.cache.check()
     stats = pool.stats()
-    if stats["held"] != stats["frozen"]:
-        yield f"{stats['held']} packed blocks held, {stats['frozen']} of them frozen"
-    if stats["final_blocks"] > stats["frozen"]:
+    # Documents that came from a tier and have no name stay until others need their room.
+    cached = stats["final_cached"]
+    if stats["held"] - cached != stats["frozen"]:
+        yield f"{stats['held']} packed blocks held, {cached} cached, {stats['frozen']} frozen"
+    if stats["final_blocks"] - cached > stats["frozen"]:
         yield f"{stats['final_blocks']} blocks packed finally, {stats['frozen']} frozen"
 
 
@@ -172,6 +176,7 @@ def emptied(runner: Runner, zeroes: bool) -> Iterator[str]:
         else:
             # A store keeps its names: what is there is restored later.
             books_of(runner).delete(one.name, one.namespace)
+            runner._knowledge.deleted(one.name, one.namespace)
         spaces.add(one.namespace)
     for space in (*spaces, *NAMESPACES, "exact", "chats"):
         runner.forget(space)
@@ -193,7 +198,8 @@ def _all_pages(runner: Runner) -> Iterator[tuple[str, KvCache, torch.Tensor]]:
     """The caches of a runner with the pages that they count, but for packed ones."""
     yield "the device", runner.cache, torch.from_dlpack(runner.cache.arena)
     if runner.tiers is not None and runner.tiers.host is not None:
-        yield "the host", runner.tiers.host.cache, runner.tiers.host.pages
+        host = runner.tiers.host
+        yield "the host", host.cache, host.pages if isinstance(host, HostTier) else host.slots
     for group, pool in runner.host.items():
         yield f"the host's memory for head group {group}", pool.cache, pool.pages
 

@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from kvweave import HeadClassMap, KvCache, KvShape, Provenance, Store
+from kvweave import HeadClassMap, KvCache, KvShape, Provenance, Store, ops
 from kvweave.adapters.vllm.checkpoint import FLOATS, StoredTensors
 from kvweave.adapters.vllm.segments.markers import parse
 from kvweave.adapters.vllm.server import marks
 from kvweave.payload import KvPayload, export_kv
+from kvweave.payload.formats import FormatRanks
+from kvweave.payload.packed import PageFormat
 from kvweave.policies.policy_profile import PolicyProfile
+from kvweave.runner.tiers.final_form import FinalHeader
 from kvweave.weight_sample import WeightComparison, places, samples_of
 from packed_decoding import nothing_is_held
 from packed_payloads import packed_sample
@@ -138,6 +141,27 @@ def packed_payload(_: Path) -> Target:
     return Target("packed payload", [document], read)
 
 
+def formats_of_a_document(_: Path) -> Target:
+    """Which formats a document in a shard says that its pages have; what is taken has all pages."""
+    known = ops.top_r_candidates(32)[:4]
+    listed = tuple(
+        FormatRanks(PageFormat.of(of), ranks)
+        for of, ranks in zip(known, ((1, 3), (0,), (2,)), strict=False)
+    )
+
+    def read(data: bytes) -> object:
+        part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+        header = FinalHeader.from_part(part, 4, 32, known)
+        ranks = sorted(rank for each in header.formats for rank in each.ranks)
+        assert ranks in ([], [0, 1, 2, 3])
+        assert header.most_lost >= 0.0
+        assert 0 <= header.over_bound <= 4
+        return header.to_part()
+
+    headers = FinalHeader(listed, 0.25, 1), FinalHeader(listed, np.inf, 4), FinalHeader()
+    return Target("formats", [each.to_part().numpy().tobytes() for each in headers], read)
+
+
 def policy_profile(_: Path) -> Target:
     def read(data: bytes) -> object:
         return PolicyProfile.from_json(data.decode("utf-8", "surrogateescape")).to_json()
@@ -204,6 +228,7 @@ TARGETS = {
     "checkpoint": checkpoint,
     "payload": payload,
     "packed_payload": packed_payload,
+    "formats": formats_of_a_document,
     "profile": policy_profile,
     "shard": shard,
     "marks": marks_of_a_request,

@@ -269,7 +269,7 @@ def test_documents_come_and_go_within_their_bytes(model: Any, eviction: str) -> 
         model, "int4", 0.9, document_bytes=size, eviction=eviction, frozen_share=1.0
     )
     host = runner.tiers.host
-    assert host.memory.nbytes <= size
+    assert host.slots.nbytes <= size
     lengths = [1, 63, 64, 65, 300, 500, 700, 900]
     docs = [random_tokens(length, 60 + length).tolist() for length in lengths]
     wanted, seen = {}, {"host": 0, "computed": 0}
@@ -301,7 +301,7 @@ def bytes_of(doc: list[int]) -> bytes:
 def check_slots(host: HostDocuments) -> None:
     """Each slot is one document's or free, and each block is of the document that it says."""
     slots = [host._free, *(kept.slots for kept in host._kept.values())]
-    assert np.array_equal(np.sort(np.concatenate(slots)), np.arange(len(host.memory)))
+    assert np.array_equal(np.sort(np.concatenate(slots)), np.arange(len(host.slots)))
     assert host._numbers.keys() == {kept.number for kept in host._kept.values()}
     for number, kept in host._numbers.items():
         assert (host._whose[kept.blocks] == number).all()

@@ -259,7 +259,6 @@ def test_what_is_no_strategy_is_refused(model: Any) -> None:
 def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Any) -> None:
     given = Packing("int4", strategy=Strategy(0.5))
     runner = runner_of(model, 0.5)
-    store = kvweave.Store(tmp_path)
     sent = packed_runner(model, kv_dtype="int4")
     with sent.prefill(random_tokens(100, 1)) as done:
         payload = sent.export(done)
@@ -271,11 +270,6 @@ def test_what_does_not_go_with_it_is_refused_by_name(model: Any, tmp_path: Any) 
 
     asked = {
         "top_k heads": [lambda: packed_runner(model, kv_dtype=given, heads=heads)],
-        "store": [
-            lambda: packed_runner(model, kv_dtype=given, store=store),
-            lambda: runner.insert(random_tokens(100, 1), "a", store=store),
-            lambda: runner.restore(store),
-        ],
         "payload": [exported, lambda: runner.resume(payload, max_new_tokens=2)],
     }
     assert asked.keys() == NOT_BESIDE_STRATEGY.keys()

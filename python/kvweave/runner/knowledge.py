@@ -22,7 +22,6 @@ from kvweave.errors import (
 )
 from kvweave.ops import RopeTable
 from kvweave.policies import policy_of
-from kvweave.runner.kv.beside_packed import refuse_beside_strategy
 from kvweave.runner.prefill.lookup import Lookup
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import TokenizedPrompt, token_array
@@ -52,7 +51,6 @@ class Knowledge:
         is to be packed finally is kept as it is then.
         """
         prefiller, tokens = self._prefiller, text.tokens
-        self._refuse(store)
         failed: list[Exception] = []
 
         def kept(request: KvRequest, rope: RopeTable | None = None) -> None:
@@ -136,7 +134,6 @@ class Knowledge:
                 self.encode(text, name, namespace)
             return
         _expect_store(store)
-        self._refuse(store)
         wanted = self._provenance(namespace, len(text.tokens))
         try:
             shard = store.get(wanted, text.tokens)
@@ -174,7 +171,6 @@ class Knowledge:
         if store is None and self._tiers is not None and self._tiers.disk is not None:
             store = self._tiers.disk.store
         _expect_store(store)
-        self._refuse(store)
         assert store is not None
         if name is not None:
             self._restore(store, word("name", name), namespace)
@@ -222,11 +218,6 @@ class Knowledge:
         packed = self._prefiller.packed
         if packed is not None and packed.documents is not None:
             packed.documents.named(request, name)
-
-    def _refuse(self, store: Store | None) -> None:
-        """Refuses a store where documents do not leave the device."""
-        packed = self._prefiller.packed
-        refuse_beside_strategy(None if packed is None else packed.packing, "store", store and "one")
 
     def _provenance(self, namespace: str, tokens: int) -> Provenance:
         """What the KV of a document of this length would be of here."""

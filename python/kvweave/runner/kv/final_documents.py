@@ -55,6 +55,11 @@ class FinalDocuments:
             self._leave(text)
         self.give_back()
 
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks of documents that have no name; for any thread."""
+        return sum(len(text.blocks) for text in tuple(self._cached))
+
     def is_named(self, request: KvRequest) -> bool:
         """Whether a request's text begins as one that is frozen."""
         return self._beginning_of(request) in self._named.values()

@@ -141,14 +141,16 @@ class PackedPool:
         """Counts of blocks as `KvCache.stats` has them, `block_bytes`, and `held_bytes` of them.
 
         `basis_bytes` of one basis, `own_bases` that documents have, of `own_bases_most`. Of texts
-        that are packed finally `final_blocks`, which are held, `final_bytes`, the most that a KV
-        head of a layer loses, `most_lost`, and how many lose more than the bound, `over_bound`.
+        that are packed finally `final_blocks`, which are held, some of them, `final_cached`, for as
+        long as nobody needs their room, `final_bytes`, the most that a KV head of a layer loses,
+        `most_lost`, and how many lose more than the bound, `over_bound`.
         """
         counts, final = self.cache.stats(), self.final
         known = {"final_blocks": 0, "final_bytes": 0, "most_lost": 0.0, "over_bound": 0}
+        known["final_cached"] = 0 if self.documents is None else self.documents.cached_blocks
         if final is not None:
             counts |= {name: counts[name] - final.kept_back for name in ("total", "held")}
-            known = {"final_blocks": final.blocks, "final_bytes": final.nbytes}
+            known |= {"final_blocks": final.blocks, "final_bytes": final.nbytes}
             known["most_lost"] = max((text.most_lost for text in final.texts), default=0.0)
             known["over_bound"] = sum(text.over_bound for text in final.texts)
         counts |= known

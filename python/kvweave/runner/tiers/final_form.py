@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from sys import float_info
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ class FinalHeader:
         if formats:
             formats_of(formats, pages, head_dim, known)
         lost: Any = fields["most_lost"]
-        right = lost is None or (type(lost) in (int, float) and 0.0 <= lost < np.inf)
+        right = lost is None or (type(lost) in (int, float) and 0.0 <= lost <= float_info.max)
         expect(right, "most_lost", "a share from 0 on, or null", lost)
         expect_count("over_bound", fields["over_bound"], 0, pages)
         return FinalHeader(formats, np.inf if lost is None else float(lost), fields["over_bound"])

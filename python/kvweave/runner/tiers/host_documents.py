@@ -1,9 +1,9 @@
 """`HostDocuments`: documents of any number of bytes in the host's memory, as they leave their form.
 
 A cache of its own counts their blocks, so the indexes, the order of eviction and the quotas here
-are those of any other cache. Their bytes lie in slots, of which a document takes as many as it needs,
-be they more or fewer than its blocks. Where slots are short the cache is asked for blocks until
-documents have gone that had enough of them: so its order says whose.
+are those of any other cache. Their bytes lie in slots, of which a document takes as many as it
+needs, be they more or fewer than its blocks. Where slots are short the cache is asked for blocks
+until documents have gone that had enough of them: so its order says whose.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Kept:
 class HostDocuments:
     """So many bytes of documents beside a pool that packs them by a strategy.
 
-    `pinned`: whether a GPU reads the memory where it lies. `has` is for any thread, all else for
-    whoever computes.
+    `slots` u8 [slots, bytes]. `pinned`: whether a GPU reads them where they lie. `has` is for any
+    thread, all else for whoever computes.
 
     # Errors
     `InvalidArgument` for bytes that hold no block; `OutOfMemory` for what the host cannot hold.
@@ -86,8 +86,8 @@ class HostDocuments:
         )
         self._pages = form.pool.block_pages
         device = form.pool.device
-        self.memory = arena_pages((count, self._slot_bytes), torch.uint8, torch.device("cpu"))
-        self.pinned = device.type == "cuda" and pin(self.memory, device)
+        self.slots = arena_pages((count, self._slot_bytes), torch.uint8, torch.device("cpu"))
+        self.pinned = device.type == "cuda" and pin(self.slots, device)
         self._kept: dict[_Key, _Kept] = {}
         # Whose a block is, by the number of a document, and which are nobody's slots.
         self._whose = np.full(1 + int(self.cache.stats()["total"]), _NOBODY, np.int64)
@@ -110,7 +110,7 @@ class HostDocuments:
         parts = tuple(_places(stored))
         last = parts[-1]
         slots = -(-(last.begin + stored.parts[last.name].nbytes) // self._slot_bytes)
-        if slots > len(self.memory):
+        if slots > len(self.slots):
             return False
         try:
             with self.cache.admit(
@@ -169,7 +169,7 @@ class HostDocuments:
 
         And whether the memory is pinned.
         """
-        taken = (len(self.memory) - len(self._free)) * self._slot_bytes
+        taken = (len(self.slots) - len(self._free)) * self._slot_bytes
         known = {"block_bytes": self._slot_bytes, "taken_bytes": taken, "pinned": self.pinned}
         return {**self.cache.stats(), **known}
 
@@ -237,7 +237,7 @@ class HostDocuments:
 
     def _pieces(self, kept: _Kept, part: _Part, count: int) -> Iterator[tuple[torch.Tensor, slice]]:
         """Memory of a part's bytes, piece by piece, and which of them each has."""
-        flat, size = self.memory.view(-1), self._slot_bytes
+        flat, size = self.slots.view(-1), self._slot_bytes
         runs = np.split(kept.slots, np.flatnonzero(np.diff(kept.slots) != 1) + 1)
         begin = 0
         for run in runs:

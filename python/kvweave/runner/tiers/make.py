@@ -12,7 +12,7 @@ from kvweave.policies.policy_profile import heads_digest
 from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.beside_packed import refuse_beside_packed, refuse_beside_strategy
+from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
@@ -55,15 +55,13 @@ def make_tiers(
 
     # Errors
     `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
-    store beside packed pages and for a store beside a strategy of these, `OutOfMemory` for bytes
-    that the host has not, `StoreUnavailable` for a folder that cannot be used, `ForeignStore` for
-    one of another model; `InvalidArgument` too for a folder whose shards are named by a hash that
-    is not safe from tenants, where the runner's is.
+    store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
+    a folder that cannot be used, `ForeignStore` for one of another model; `InvalidArgument` too for
+    a folder whose shards are named by a hash that is not safe from tenants, where the runner's is.
     """
     if store is None and document_bytes is None and remote is None:
         return None
     packed = decoder.heads.packed
-    refuse_beside_strategy(None if packed is None else packed.packing, "store", store)
     form = form_of(decoder, heads)
     disk, far = None, None
     host: HostTier | HostDocuments | None = None
