@@ -238,7 +238,7 @@ KINDS = (
         {"kv_dtype": Packing("int8", strategy=Strategy(bound=0.5), copy_bytes=5 << 20)},
         heads=UNEVEN,
         room=_LONG_DOCUMENTS,
-        token_bytes=LAYERS * KV_HEADS * 70,
+        token_bytes=LAYERS * KV_HEADS * 40,
         without=_PACKED_WITHOUT,
         library=_LONG_LIBRARY,
         # A document for which there is no room beside the pool stays there.

@@ -18,10 +18,10 @@ from kvweave.adapters.vllm.checkpoint import FLOATS, StoredTensors
 from kvweave.adapters.vllm.segments.markers import parse
 from kvweave.adapters.vllm.server import marks
 from kvweave.payload import KvPayload, export_kv
-from kvweave.payload.formats import FormatRanks
-from kvweave.payload.packed import PageFormat
+from kvweave.payload.formats import FormatRanks, TextFormats
+from kvweave.payload.page_format import PageFormat
 from kvweave.policies.policy_profile import PolicyProfile
-from kvweave.runner.tiers.final_form import FinalHeader
+from kvweave.runner.tiers.final_form import formats_in, part_of_formats
 from kvweave.weight_sample import WeightComparison, places, samples_of
 from packed_decoding import nothing_is_held
 from packed_payloads import packed_sample
@@ -151,15 +151,15 @@ def formats_of_a_document(_: Path) -> Target:
 
     def read(data: bytes) -> object:
         part = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
-        header = FinalHeader.from_part(part, 4, 32, known)
+        header = formats_in(part, 4, 32, known)
         ranks = sorted(rank for each in header.formats for rank in each.ranks)
         assert ranks in ([], [0, 1, 2, 3])
         assert header.most_lost >= 0.0
         assert 0 <= header.over_bound <= 4
-        return header.to_part()
+        return part_of_formats(header)
 
-    headers = FinalHeader(listed, 0.25, 1), FinalHeader(listed, np.inf, 4), FinalHeader()
-    return Target("formats", [each.to_part().numpy().tobytes() for each in headers], read)
+    headers = TextFormats(listed, 0.25, 1), TextFormats(listed, np.inf, 4), TextFormats()
+    return Target("formats", [part_of_formats(each).numpy().tobytes() for each in headers], read)
 
 
 def policy_profile(_: Path) -> Target:

@@ -143,7 +143,8 @@ def test_heads_that_choose_have_bounds(payload: KvPayload) -> None:
 def test_schemas_say_whether_there_are_packed_tokens(payload: KvPayload) -> None:
     header = json.loads(json.dumps(payload.header.to_json()))
     refused(resealed(payload, {**header, "schema": 1}), "another: {'packed'}")
-    refused(resealed(payload, {**header, "schema": 3}), "schema: expected 1 or 2, got 3")
+    refused(resealed(payload, {**header, "schema": 3}), "got another: {'texts'}")
+    refused(resealed(payload, {**header, "schema": 4}), "schema: expected 1 to 3, got 4")
     refused(resealed(payload, {**header, "packed": None}), "packed header: expected a mapping")
     del header["packed"]
     refused(resealed(payload, {**header, "schema": 1}), "part packed.aside: expected none")

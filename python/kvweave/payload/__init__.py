@@ -10,7 +10,8 @@ come can see of each head: full heads whole, window heads their sink and window 
 """
 
 from kvweave.payload.header import GroupSpans, PayloadHeader
-from kvweave.payload.packed import PackedHeader, PackedTokens, PageFormat
+from kvweave.payload.packed import PackedHeader, PackedTokens
+from kvweave.payload.page_format import PageFormat
 from kvweave.payload.payload import KvPayload, PayloadSizes
 from kvweave.payload.transfer import export_kv, freeze_kv, import_kv
 

@@ -25,8 +25,9 @@ from kvweave.payload.header_fields import (
 )
 from kvweave.payload.packed import PackedHeader, PartKind
 
-SCHEMA, PACKED_SCHEMA = 1, 2
-"""Of headers without packed tokens, and of those that have some."""
+SCHEMA, PACKED_SCHEMA, TEXTS_SCHEMA = 1, 2, 3
+"""Of headers without packed tokens, of those that have some, and of those that have some of texts
+which are packed head by head."""
 
 KINDS = ("full", "window", "top_k")
 DTYPES = ("f32", "bf16", "f16")
@@ -170,7 +171,9 @@ class PayloadHeader:
         fields = asdict(self)
         if self.packed is None:
             del fields["packed"]
-        return {"schema": SCHEMA if self.packed is None else PACKED_SCHEMA, **fields}
+            return {"schema": SCHEMA, **fields}
+        schema = TEXTS_SCHEMA if self.packed.texts else PACKED_SCHEMA
+        return {"schema": schema, **fields, "packed": self.packed.to_json()}
 
     @staticmethod
     def from_json(data: Any) -> PayloadHeader:
@@ -181,10 +184,10 @@ class PayloadHeader:
         """
         expect(isinstance(data, dict), "header", "a mapping", type(data).__name__)
         schema = data.get("schema")
-        known = type(schema) is int and schema in (SCHEMA, PACKED_SCHEMA)
-        expect(known, "schema", f"{SCHEMA} or {PACKED_SCHEMA}", brief(schema))
+        known = type(schema) is int and SCHEMA <= schema <= TEXTS_SCHEMA
+        expect(known, "schema", f"{SCHEMA} to {TEXTS_SCHEMA}", brief(schema))
         names = {"schema", *PayloadHeader.__dataclass_fields__}
-        fields = fields_of(data, "header", names if schema == PACKED_SCHEMA else names - {"packed"})
+        fields = fields_of(data, "header", names - {"packed"} if schema == SCHEMA else names)
         del fields["schema"]
         groups = []
         for entry in list_of("groups", fields["groups"]):
@@ -195,8 +198,9 @@ class PayloadHeader:
             "head_groups": tuple(list_of("head_groups", fields["head_groups"])),
             "promoted": pairs_of("promoted", fields["promoted"]),
         }
-        if schema == PACKED_SCHEMA:
-            read["packed"] = PackedHeader.from_json(fields["packed"])
+        if schema != SCHEMA:
+            texts = schema == TEXTS_SCHEMA
+            read["packed"] = PackedHeader.from_json(fields["packed"], texts=texts)
         return PayloadHeader(**{**fields, **read})
 
 

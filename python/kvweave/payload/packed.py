@@ -16,15 +16,16 @@ import torch
 
 from kvweave.errors import CorruptPayload, InvalidArgument
 from kvweave.ops import PackedFormat
+from kvweave.payload.formats import TextFormats, check_basis
 from kvweave.payload.header_fields import (
     MOST_TOKENS,
     expect,
     expect_count,
     fields_of,
-    is_text,
     list_of,
     pairs_of,
 )
+from kvweave.payload.page_format import PageFormat
 
 VERSION = 1
 """Of how packed parts are laid out, bytes of pages among them."""
@@ -34,7 +35,7 @@ ASIDE, ASIDE_ENTRIES, BOUNDS = "packed.aside", "packed.aside_entries", "packed.b
 
 SCORES = ("min-max", "mean")
 
-_MOST_SIZE = 2**16
+_TEXT_FIELDS = {"blocks", "formats"}
 
 PartKind = tuple[str, tuple[int, ...]]
 """A part's dtype, as a header names it, and its shape."""
@@ -44,59 +45,35 @@ Choice = tuple[int, int, str]
 
 
 @dataclass(frozen=True)
-class PageFormat:
-    """The format of a packed page, in the words of `ops.PackedFormat`, of which D is not told."""
+class SentText:
+    """So many blocks of a text that is packed head by head, and its formats."""
 
-    kind: str
-    page_tokens: int
-    scales: str
-    kept: int
-    group: int
-    channels: int
-    numbers: str
-    token_bytes: int | None
+    blocks: int
+    formats: TextFormats
 
     @staticmethod
-    def of(format: PackedFormat) -> PageFormat:
-        """What a format is in these words."""
-        return PageFormat(**{name: getattr(format, name) for name in _FORMAT_FIELDS})
-
-    @property
-    def name(self) -> str:
-        """Every size of it in one word."""
-        sizes = [self.kind, self.page_tokens, self.scales]
-        if self.kind == "top-r":
-            sizes += [self.kept, self.group, self.channels, self.numbers]
-        if self.token_bytes is not None:
-            sizes += [self.token_bytes]
-        return "/".join(map(str, sizes))
-
-    def for_dim(self, head_dim: int) -> PackedFormat:
-        """The format for D channels.
+    def from_json(data: Any) -> SentText:
+        """From what `json.loads` made, which may be anything.
 
         # Errors
-        `CorruptPayload` for words that are those of none.
+        As `TextFormats.from_json`.
         """
-        for name in ("kind", "scales", "numbers"):
-            expect(is_text(getattr(self, name)), f"format {name}", "a string", getattr(self, name))
-        for name in ("page_tokens", "kept", "group", "channels"):
-            expect_count(f"format {name}", getattr(self, name), 1, _MOST_SIZE)
-        if self.token_bytes is not None:
-            expect_count("format token_bytes", self.token_bytes, 0, _MOST_SIZE)
-        more: dict[str, Any] = {"token_bytes": self.token_bytes}
-        if self.kind == "top-r":
-            some = ("kept", "group", "channels", "numbers")
-            more |= {name: getattr(self, name) for name in some}
-        try:
-            made = PackedFormat(self.kind, head_dim, self.page_tokens, self.scales, **more)
-        except InvalidArgument as error:
-            raise CorruptPayload(f"payload format: {error}") from error
-        found = PageFormat.of(made)
-        expect(found == self, "format", found.name, self.name)
-        return made
+        fields = fields_of(data, "packed text", _TEXT_FIELDS)
+        return SentText(fields["blocks"], TextFormats.from_json(fields["formats"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """It as plain data."""
+        return {"blocks": self.blocks, "formats": self.formats.to_json()}
 
 
-_FORMAT_FIELDS = tuple(PageFormat.__dataclass_fields__)
+def text_pages(text: int, format: int) -> str:
+    """The name of the part that has the pages of a format of a text, both by their numbers."""
+    return f"packed.text.{text}.pages.{format}"
+
+
+def text_basis(text: int, format: int) -> str:
+    """The name of the part that has their basis."""
+    return f"packed.text.{text}.basis.{format}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +86,8 @@ class PackedHeader:
     aside; what is behind is in exact pages until its page is full. `blocks` packed blocks are
     listed by `entries` rows, and packed in `bases` bases; `basis` is which of these the request's
     next pages are packed in, 0 for the axes, None for whatever the receiver packs in.
-    `aside_tokens` exact ones are listed by `aside_entries` rows.
+    `aside_tokens` exact ones are listed by `aside_entries` rows. `texts`: of texts that are packed
+    head by head the blocks that are listed, which follow those of the one format by their numbers.
     """
 
     version: int
@@ -124,6 +102,7 @@ class PackedHeader:
     basis: int | None
     aside_entries: int
     aside_tokens: int
+    texts: tuple[SentText, ...] = ()
 
     def check(self, pairs: int, head_dim: int, tokens: int) -> None:
         """Holds it against the (layer, KV head) pairs, D and T of the payload.
@@ -150,6 +129,21 @@ class PackedHeader:
         if self.basis is not None:
             expect(of.basis_rows is not None, "packed basis", "none of this format", self.basis)
             expect_count("packed basis", self.basis, _least_basis(of), self.bases)
+        self._check_texts(of, pairs)
+
+    def _check_texts(self, of: PackedFormat, pairs: int) -> None:
+        left = self.entries - self.blocks
+        for text in self.texts:
+            expect_count("packed text blocks", text.blocks, 1, left)
+            left -= text.blocks
+            for made in text.formats.check(self.sent.tolist(), pairs, of.head_dim):
+                right = made.page_tokens == of.page_tokens
+                expect(right, "packed text pages", f"{of.page_tokens} tokens", made.page_tokens)
+
+    @property
+    def all_blocks(self) -> int:
+        """Blocks that are listed by entries, those of texts among them."""
+        return self.blocks + sum(text.blocks for text in self.texts)
 
     def _check_choices(self, pairs: int) -> None:
         for pages, every, score in self.choices:
@@ -185,28 +179,43 @@ class PackedHeader:
         if of.basis_rows is not None:
             kinds[WHICH] = ("i32", (self.blocks,))
             kinds[BASES] = ("f32", (self.bases, pairs, 2, of.basis_rows, head_dim))
+        for number, text in enumerate(self.texts):
+            for at, each in enumerate(text.formats.formats):
+                own, count = each.format.for_dim(head_dim), len(each.ranks)
+                kinds[text_pages(number, at)] = "u8", (text.blocks, count, own.page_bytes)
+                if own.basis_rows is not None:
+                    shape = count, 2, own.basis_rows, head_dim
+                    kinds[text_basis(number, at)] = "f32", shape
         return kinds
 
     @staticmethod
-    def from_json(data: Any) -> PackedHeader:
-        """A header from what `json.loads` made, which may be anything.
+    def from_json(data: Any, *, texts: bool) -> PackedHeader:
+        """A header from what `json.loads` made, which may be anything; whether it has `texts`.
 
         # Errors
         `CorruptPayload` for a field that is missing, unknown or of another type.
         """
-        fields = fields_of(data, "packed header", set(PackedHeader.__dataclass_fields__))
-        format = PageFormat(**fields_of(fields["format"], "format", set(_FORMAT_FIELDS)))
+        names = set(PackedHeader.__dataclass_fields__)
+        fields = fields_of(data, "packed header", names if texts else names - {"texts"})
+        format = PageFormat.from_json(fields["format"])
         read: dict[str, Any] = {"format": format, "sights": pairs_of("sights", fields["sights"])}
         choices = [list_of("choice", choice) for choice in list_of("choices", fields["choices"])]
         for choice in choices:
             expect(len(choice) == 3, "choice", "pages, steps and a score", choice)
         read["choices"] = tuple(map(tuple, choices))
         read["chooses"] = tuple(list_of("chooses", fields["chooses"]))
+        if texts:
+            read["texts"] = tuple(map(SentText.from_json, list_of("texts", fields["texts"])))
+            expect(len(read["texts"]) > 0, "texts", "one or more", "none")
         return PackedHeader(**{**fields, **read})
 
     def to_json(self) -> dict[str, Any]:
-        """The header as plain data."""
-        return asdict(self)
+        """The header as plain data: of a request without such texts as it ever was."""
+        fields = asdict(self)
+        if not self.texts:
+            del fields["texts"]
+            return fields
+        return {**fields, "texts": [text.to_json() for text in self.texts]}
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +228,9 @@ class PackedTokens:
     L · G, 2, rows, D] are they; of formats in a basis alone. "packed.bounds" f32 [blocks, n, 3, D]
     has the least, greatest and mean key of each page that heads choose among. "packed.aside"
     [L · G, 2, n, D]: K and V of exact tokens, in order of their entries, whose numbers of blocks
-    count exact ones.
+    count exact ones. "packed.text.<t>.pages.<i>" u8 [blocks, K, bytes] are the pages of one format
+    of a text that is packed head by head, "packed.text.<t>.basis.<i>" f32 [K, 2, rows, D] what
+    these are packed in.
     """
 
     header: PackedHeader
@@ -244,7 +255,7 @@ def check_packed(
     """
     of = header.format.for_dim(head_dim)
     packed, aside = (_rows(parts[name]) for name in (ENTRIES, ASIDE_ENTRIES))
-    _check_entries(ENTRIES, packed, header.blocks, of.page_tokens)
+    _check_entries(ENTRIES, packed, header.all_blocks, of.page_tokens)
     _check_entries(ASIDE_ENTRIES, aside, header.aside_tokens, page_tokens)
     listed = int((aside[:, 2] - aside[:, 1]).sum())
     expect(listed == header.aside_tokens, ASIDE_ENTRIES, f"{header.aside_tokens} tokens", listed)
@@ -255,7 +266,7 @@ def check_packed(
     twice = (blocks[1:] == blocks[:-1]) & (first[1:] < end[:-1])
     expect(not twice.any(), ASIDE_ENTRIES, "slots once each", "one twice")
     named = len(np.unique(packed[:, 0]))
-    expect(named == header.blocks, ENTRIES, f"all of {header.blocks} blocks", named)
+    expect(named == header.all_blocks, ENTRIES, f"all of {header.all_blocks} blocks", named)
     spans = np.concatenate((packed, aside))
     spans = spans[np.argsort(spans[:, 3], kind="stable")]
     starts, ends = spans[:, 3], spans[:, 3] + spans[:, 2] - spans[:, 1]
@@ -265,6 +276,12 @@ def check_packed(
     expect(whole, ENTRIES, f"each position of [{least}, {header.tokens}) once", "others")
     if WHICH in parts:
         _check_bases(of, header, parts[WHICH].cpu().numpy(), parts[BASES])
+    for number, text in enumerate(header.texts):
+        for at, each in enumerate(text.formats.formats):
+            own = each.format.for_dim(head_dim)
+            if own.basis_rows is not None:
+                name = text_basis(number, at)
+                check_basis(name, own, parts[name])
 
 
 def _check_entries(name: str, rows: npt.NDArray[np.int64], blocks: int, page_tokens: int) -> None:

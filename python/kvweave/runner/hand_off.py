@@ -17,7 +17,6 @@ from kvweave.runner.answers.answering import Answering
 from kvweave.runner.answers.stop import Stops
 from kvweave.runner.decode.sampling import Sampling
 from kvweave.runner.engine.calls import Calls
-from kvweave.runner.kv.beside_packed import refuse_beside_strategy
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.kv.resumed_pages import ResumedPages, expect_packed_alike
 from kvweave.runner.kv.reused_tokens import ReusedTokens
@@ -89,8 +88,6 @@ def hand_over(prefiller: Prefiller, done: Prefill) -> KvPayload:
             f"got {done.request.length}"
         )
     packed, tokens = done.kv.packed, done.report.tokens
-    if packed is not None:
-        refuse_beside_strategy(packed.pool.packing, "payload")
     return export_kv(
         prefiller.cache,
         prefiller.pages,
@@ -155,7 +152,6 @@ def _admitted(
     known = cache, prefiller.pages, payload
     if pool is None:
         return import_kv(*known, namespace=namespace, reserve_tokens=reserve_tokens), None
-    refuse_beside_strategy(pool.packing, "payload")
     header = expect_packed_alike(pool, payload.header.packed)
     request = import_exact(*known, namespace, reserve_tokens)
     try:

@@ -19,7 +19,6 @@ NOT_BESIDE_PACKED = {
 
 NOT_BESIDE_STRATEGY = {
     "top_k heads": "bounds to choose by are kept of pages in the pool's format alone",
-    "payload": "pages of several formats do not travel",
 }
 """The same of a `Packing` with a strategy, by which documents are packed finally."""
 

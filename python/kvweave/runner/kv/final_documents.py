@@ -146,6 +146,20 @@ class FinalDocuments:
         self.hold(request)
         return request
 
+    def bring_alone(
+        self, blocks: int, parts: tuple[FormatPages, ...], losses: tuple[float, int]
+    ) -> KvRequest:
+        """The same of so many blocks that nobody finds: they go with the request.
+
+        # Errors
+        As there.
+        """
+        tokens = np.zeros(blocks * self._page_tokens, np.int32)
+        request, text = self._final.bring(tokens, "", 0, parts, losses, found=False)
+        self.hold(request)
+        self._final.leave(text)
+        return request
+
     def _leave(self, text: FinalText) -> None:
         self._cached.discard(text)
         self._final.leave(text)

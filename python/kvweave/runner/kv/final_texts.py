@@ -255,11 +255,13 @@ class FinalTexts:
         regime: int,
         parts: tuple[FormatPages, ...],
         losses: tuple[float, int],
+        *,
+        found: bool = True,
     ) -> tuple[KvRequest, FinalText]:
-        """A text that comes as it was packed finally, and a request that has it alone, committed.
+        """A text that comes as it was packed finally, and a request that has it alone.
 
         Its blocks come from those that are kept back, so no page of the pool goes for it. `losses`:
-        `most_lost` and `over_bound`.
+        `most_lost` and `over_bound`. Others find it, unless `found` is False.
 
         # Errors
         As `KvCache.admit`; nothing has changed then.
@@ -270,7 +272,8 @@ class FinalTexts:
         request = None
         try:
             request = self._cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
-            request.commit(len(tokens), len(tokens))
+            if found:
+                request.commit(len(tokens), len(tokens))
             text = FinalText(request.fork(), parts, *losses)
         except BaseException:
             if request is not None:

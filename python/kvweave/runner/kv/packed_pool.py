@@ -199,12 +199,25 @@ class PackedPool:
             known = {"pages": pages or self.converted_pages, "page_tokens": PAGE_TOKENS}
             ops.bound_packed(exact, self.bounds, packs, **known)
 
+    def rows(self, blocks: Int32) -> Int32:
+        """Where the pages of blocks [N] lie: the first of each."""
+        return blocks if self.final is None else self.final.rows(blocks)
+
+    @property
+    def final_formats(self) -> tuple[ops.PackedFormat, ...]:
+        """What texts may be packed in finally: the candidates of a strategy, then its fallback."""
+        strategy, of = self.packing.strategy, self.pages.format
+        if strategy is None:
+            return ()
+        candidates, fallback = strategy.formats(of.head_dim, of.page_tokens, of.scales)
+        return (*candidates, fallback)
+
     def placed(self, table: Int32) -> Int32:
         """A table [N, n] of packed blocks, in its first column, with where their pages lie."""
         if self.final is None:
             return table
         found: Int32 = table.copy()
-        found[:, 0] = self.final.rows(table[:, 0])
+        found[:, 0] = self.rows(table[:, 0])
         return found
 
     def unpack(self, packs: Int32, into: torch.Tensor) -> None:

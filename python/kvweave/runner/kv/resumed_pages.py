@@ -16,13 +16,14 @@ from kvweave.payload.packed import (
     PAGES,
     WHICH,
     PackedHeader,
-    PageFormat,
 )
+from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, scatter
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.sent_pages import choices_of, choosing_ranks, pages_of, ranks
+from kvweave.runner.kv.sent_texts import expect_formats, taken_texts
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.kv.token_places import entries_at, places_of
 
@@ -44,6 +45,7 @@ def expect_packed_alike(pool: PackedPool, header: PackedHeader | None) -> Packed
         raise InvalidArgument(
             "payload head map: expected heads that read as they do here, got others"
         )
+    expect_formats(pool, header.texts)
     return header
 
 
@@ -51,8 +53,9 @@ class ResumedPages(PackedPrefix):
     """The packed tokens of a payload in a pool, and what is packed behind them.
 
     Its packed blocks lie in those that the request has for pages of its own, and in more where
-    these do not suffice; its exact tokens aside lie in blocks of `cache`, as its own did. Nobody
-    finds any of it. The request's coming pages are packed as they would be where it comes from.
+    these do not suffice, texts of several formats beside the pool; its exact tokens aside lie in
+    blocks of `cache`, as its own did. Nobody finds any of it. The request's coming pages are packed
+    as they would be where it comes from.
 
     # Errors
     `PoolFull` when prompt, blocks, bases or the reserve do not fit; nothing is held then.
@@ -69,6 +72,7 @@ class ResumedPages(PackedPrefix):
         header = payload.header
         tokens = payload.tokens.cpu().numpy()
         self._more: list[KvRequest] = []
+        self._texts: list[KvRequest] = []
         self._kept: list[KvRequest] = []
         # It and its forks, while they read.
         self._readers = {self}
@@ -100,22 +104,25 @@ class ResumedPages(PackedPrefix):
             self._more.append(pool.cache.admit(room, reuse="none"))
             blocks = np.concatenate((blocks, self._more[0].entries()[:, 0]))
         taken, left = np.split(blocks, [packed.blocks])
+        rows = pool.rows(blocks)
         if pool.bases is not None:
             which = np.full(len(blocks), packed.basis or 0, np.int32)
             which[: len(taken)] = parts[WHICH].cpu().numpy()
-            pool.bases.put(blocks, BlockBases(which, tuple(parts[BASES].cpu())))
+            pool.bases.put(rows, BlockBases(which, tuple(parts[BASES].cpu())))
             if packed.basis is not None:
-                self.basis = int(pool.bases.numbers(left[:1])[0])
-        data = pool.pages.data
+                self.basis = int(pool.bases.numbers(pool.rows(left[:1]))[0])
+        data, rows = pool.pages.data, rows[: len(taken)]
         sent, others = (ranks(pool, reads_all=all_) for all_ in (True, False))
-        data.index_copy_(0, pages_of(pool, taken, sent), parts[PAGES].to(data.device).flatten(0, 1))
-        data.index_fill_(0, pages_of(pool, taken, others), 0)
+        data.index_copy_(0, pages_of(pool, rows, sent), parts[PAGES].to(data.device).flatten(0, 1))
+        data.index_fill_(0, pages_of(pool, rows, others), 0)
         if len(bounded := choosing_ranks(pool)):
             assert pool.bounds is not None
-            index = pages_of(pool, taken, bounded)
+            index = pages_of(pool, rows, bounded)
             pool.bounds.index_copy_(0, index, parts[BOUNDS].to(data.device).flatten(0, 1))
         entries: Int32 = parts[ENTRIES].cpu().numpy().copy()
-        entries[:, 0] = taken[entries[:, 0]]
+        self._text_bytes = taken_texts(pool, payload, packed, self._texts)
+        known = [text.entries()[:, 0] for text in self._texts]
+        entries[:, 0] = np.concatenate((taken, *known))[entries[:, 0]]
         return entries
 
     def _taken_aside(self, cache: KvCache, payload: KvPayload) -> Int32:
@@ -143,6 +150,10 @@ class ResumedPages(PackedPrefix):
         assert isinstance(fork, ResumedPages)
         fork._more = [held.fork() for held in self._more]
         fork._kept = [held.fork() for held in self._kept]
+        fork._texts = [held.fork() for held in self._texts]
+        for held in fork._texts:
+            assert self.pool.documents is not None
+            self.pool.documents.hold(held)
         fork._readers.add(fork)
         return fork
 
@@ -166,6 +177,7 @@ class ResumedPages(PackedPrefix):
         own, shared = super().kv_bytes()
         page, size = self.pool.cache.shape.page_bytes, self.pool.pages.format.page_bytes
         own += sum(sum(held.kv_bytes()) // page * size for held in self._more)
+        own += self._text_bytes
         return own + sum(sum(held.kv_bytes()) for held in self._kept), shared
 
     def release(self) -> None:
@@ -175,8 +187,9 @@ class ResumedPages(PackedPrefix):
             self._readers.remove(self)
             blocks = self._packed_blocks()
             left = [reader._packed_blocks() for reader in self._readers]
-            bases.forget(np.setdiff1d(blocks, np.concatenate([blocks[:0], *left])))
-        for held in (*self._more, *self._kept):
+            gone = np.setdiff1d(blocks, np.concatenate([blocks[:0], *left]))
+            bases.forget(self.pool.rows(gone))
+        for held in (*self._more, *self._kept, *self._texts):
             held.release()
         super().release()
 

@@ -18,12 +18,14 @@ from kvweave.payload.packed import (
     Choice,
     PackedHeader,
     PackedTokens,
-    PageFormat,
 )
+from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, gather
+from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import basis_shape
+from kvweave.runner.kv.sent_texts import sent_texts
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.kv.token_places import places_of
 
@@ -32,13 +34,20 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
     """What coming tokens read of a prompt of so many tokens beside its exact windows."""
     pool, sent = packed.pool, ranks(packed.pool, reads_all=True)
     entries, aside = packed.entries(), packed.exact_entries(SINK_TOKENS)
+    final: list[FinalEntries] = []
+    if pool.final is not None:
+        entries, final = pool.final.split(entries)
     blocks, entries = _numbered(entries)
+    texts = sent_texts(final, len(blocks), sent)
+    entries = np.concatenate((entries, texts.entries))
+    entries = entries[np.argsort(entries[:, 3], kind="stable")]
     found = pool.pages.data.index_select(0, pages_of(pool, blocks, sent))
     parts = {
         PAGES: found.view(len(blocks), len(sent), pool.pages.format.page_bytes),
         ENTRIES: torch.from_numpy(entries),
         ASIDE: _exact(pool, aside, tokens),
         ASIDE_ENTRIES: torch.from_numpy(_numbered(aside)[1]),
+        **texts.parts,
     }
     if len(bounded := choosing_ranks(pool)):
         assert pool.bounds is not None
@@ -65,6 +74,7 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
         basis=basis,
         aside_entries=len(aside),
         aside_tokens=int((aside[:, 2] - aside[:, 1]).sum()),
+        texts=texts.listed,
     )
     return PackedTokens(header, parts)
 
@@ -85,7 +95,7 @@ def choices_of(pool: PackedPool) -> tuple[Choice, ...]:
 
 
 def pages_of(pool: PackedPool, blocks: Int32, some: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Pages of some ranks of blocks, block by block, as an index i64."""
+    """Pages of some ranks of blocks, by where these lie, block by block, as an index i64."""
     pages = (blocks[:, None] + some).reshape(-1)
     return send_index(pool.pages.data.device, pages).long()
 

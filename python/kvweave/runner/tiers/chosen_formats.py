@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvweave import ops
-from kvweave.payload.packed import PageFormat
+from kvweave.payload.page_format import PageFormat
 from kvweave.runner.tiers.packed_losses import (
     Part,
     most_lost,

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from sys import float_info
-from typing import Any
 
 import numpy as np
 import torch
 
 from kvweave.cache import KvRequest
 from kvweave.device_memory import needs_memory
-from kvweave.errors import CorruptPayload, CorruptShard, InvalidArgument
+from kvweave.errors import CorruptPayload, CorruptShard
 from kvweave.ops import PackedFormat, RopeTable
-from kvweave.payload.formats import FormatRanks, formats_of
-from kvweave.payload.header_fields import expect, expect_count, fields_of, list_of, parsed
-from kvweave.payload.packed import PageFormat
+from kvweave.payload.formats import FormatRanks, TextFormats, check_basis, expect_known
+from kvweave.payload.header_fields import parsed
+from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
@@ -42,51 +39,6 @@ _MOST_TEXT = 1 << 22
 """Bytes of the list of formats, at most."""
 
 
-@dataclass(frozen=True)
-class FinalHeader:
-    """What is known of a document beside its parts; of one in the pool's format no `formats`.
-
-    `most_lost` and `over_bound` as `FinalText` has them.
-    """
-
-    formats: tuple[FormatRanks, ...] = ()
-    most_lost: float = 0.0
-    over_bound: int = 0
-
-    def to_part(self) -> torch.Tensor:
-        """It as JSON, u8 [bytes]. JSON has no infinite number: such a loss is null."""
-        data = {
-            "formats": [each.to_json() for each in self.formats],
-            "most_lost": self.most_lost if np.isfinite(self.most_lost) else None,
-            "over_bound": self.over_bound,
-        }
-        text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
-        return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
-
-    @staticmethod
-    def from_part(
-        part: torch.Tensor, pages: int, head_dim: int, known: Sequence[PackedFormat]
-    ) -> FinalHeader:
-        """From a part of any origin, of a text whose blocks have so many pages.
-
-        # Errors
-        `CorruptPayload` naming what cannot be.
-        """
-        try:
-            text = part.numpy().tobytes().decode()
-        except UnicodeDecodeError as error:
-            raise CorruptPayload(f"payload formats: expected UTF-8, got {error.reason}") from error
-        fields = fields_of(parsed(text), FORMATS, set(FinalHeader.__dataclass_fields__))
-        formats = tuple(map(FormatRanks.from_json, list_of(FORMATS, fields["formats"])))
-        if formats:
-            formats_of(formats, pages, head_dim, known)
-        lost: Any = fields["most_lost"]
-        right = lost is None or (type(lost) in (int, float) and 0.0 <= lost <= float_info.max)
-        expect(right, "most_lost", "a share from 0 on, or null", lost)
-        expect_count("over_bound", fields["over_bound"], 0, pages)
-        return FinalHeader(formats, np.inf if lost is None else float(lost), fields["over_bound"])
-
-
 class FinalForm(PackedForm):
     """As `PackedForm`, of a pool with a strategy."""
 
@@ -94,11 +46,9 @@ class FinalForm(PackedForm):
 
     def __init__(self, pool: PackedPool, heads: str, flops: RowsFlops) -> None:
         super().__init__(pool, heads, flops)
-        strategy, of = pool.packing.strategy, pool.pages.format
+        strategy, self.known = pool.packing.strategy, pool.final_formats
         assert strategy is not None
-        candidates, fallback = strategy.formats(of.head_dim, of.page_tokens, of.scales)
-        self.known = tuple(dict.fromkeys((*candidates, fallback)))
-        names = [PageFormat.of(each).name for each in (*candidates, fallback)]
+        names = [PageFormat.of(each).name for each in self.known]
         said = json.dumps([float(strategy.bound).hex(), names]).encode()
         self._by = f"by/{VERSION}/{sha256(said).hexdigest()[:32]}"
 
@@ -151,7 +101,7 @@ class FinalForm(PackedForm):
         As `DocumentForm.admit`; `OutOfMemory` where the device has no memory for its pages.
         """
         self._expect(document, namespace)
-        header = self._header_of(document.parts[FORMATS])
+        header = self._read_formats(document.parts[FORMATS])
         if not header.formats:
             return super().admit(document, namespace)
         tokens, regime = document.tokens, document.header.regime
@@ -181,8 +131,7 @@ class FinalForm(PackedForm):
             raise CorruptShard(f"shard part formats: expected up to {_MOST_TEXT} bytes, got {size}")
         listed = part_of(shard, FORMATS, (size,), torch.uint8)
         try:
-            header = self._header_of(listed)
-            formats = self._formats(header)
+            formats = self._formats(self._read_formats(listed))
         except CorruptPayload as error:
             raise CorruptShard(f"shard {error}") from error
         if not formats:
@@ -196,7 +145,11 @@ class FinalForm(PackedForm):
             parts[_pages(at)] = part_of(shard, _pages(at), shape, torch.uint8)
             if of.basis_rows is not None:
                 name, rows = _basis(at), basis_shape(of, len(ranks))
-                parts[name] = checked_basis(part_of(shard, name, rows, torch.float32), name, of)
+                parts[name] = part_of(shard, name, rows, torch.float32)
+                try:
+                    check_basis(f"part {name}", of, parts[name])
+                except CorruptPayload as error:
+                    raise CorruptShard(f"shard {error}") from error
         return PackedDocument(shard.provenance, tokens, parts)
 
     def bases(self, blocks: Int32) -> BlockBases | None:
@@ -210,11 +163,10 @@ class FinalForm(PackedForm):
     def _index(self, blocks: Int32) -> torch.Tensor:
         return super()._index(self._final.rows(blocks))
 
-    def _header_of(self, part: torch.Tensor) -> FinalHeader:
-        known = self.pool.block_pages, self.pool.head_dim, self.known
-        return FinalHeader.from_part(part.cpu(), *known)
+    def _read_formats(self, part: torch.Tensor) -> TextFormats:
+        return formats_in(part.cpu(), self.pool.block_pages, self.pool.head_dim, self.known)
 
-    def _formats(self, header: FinalHeader) -> list[tuple[PackedFormat, tuple[int, ...]]]:
+    def _formats(self, header: TextFormats) -> list[tuple[PackedFormat, tuple[int, ...]]]:
         dim = self.pool.head_dim
         return [(each.format.for_dim(dim), each.ranks) for each in header.formats]
 
@@ -239,8 +191,8 @@ def parts_of(text: FinalText) -> dict[str, torch.Tensor]:
         FormatRanks(PageFormat.of(part.pages.format), tuple(part.ranks.tolist()))
         for part in text.parts
     )
-    header = FinalHeader(listed, text.most_lost, text.over_bound)
-    parts = {FORMATS: header.to_part()}
+    known = TextFormats(listed, text.most_lost, text.over_bound)
+    parts = {FORMATS: part_of_formats(known)}
     for at, part in enumerate(text.parts):
         count = len(part.ranks)
         parts[_pages(at)] = part.pages.data[count:].view(len(text.blocks), count, -1)
@@ -249,22 +201,33 @@ def parts_of(text: FinalText) -> dict[str, torch.Tensor]:
     return parts
 
 
-def checked_basis(basis: torch.Tensor, name: str, of: PackedFormat) -> torch.Tensor:
-    """A basis f32 [K, 2, rows, D] of unknown origin.
+def part_of_formats(known: TextFormats) -> torch.Tensor:
+    """What is known of a document beside its pages as a part u8 [bytes], in JSON."""
+    text = json.dumps(known.to_json(), separators=(",", ":"), allow_nan=False).encode()
+    return torch.from_numpy(np.frombuffer(text, np.uint8).copy())
+
+
+def formats_in(
+    part: torch.Tensor, pages: int, head_dim: int, known: Sequence[PackedFormat]
+) -> TextFormats:
+    """What such a part says, which may be of any origin, of blocks of so many pages.
+
+    Of a document in the pool's format it says none. `known`: formats that there may be.
 
     # Errors
-    `CorruptShard` for one that is not finite, or whose bits have no room.
+    `CorruptPayload` naming what cannot be.
     """
-    if not bool(basis.isfinite().all()):
-        raise CorruptShard(f"shard part {name}: expected finite numbers, got others")
     try:
-        of.check_bases(basis[None])
-    except InvalidArgument as error:
-        raise CorruptShard(f"shard part {name}: {error}") from error
-    return basis
+        text = part.numpy().tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise CorruptPayload(f"payload formats: expected UTF-8, got {error.reason}") from error
+    found = TextFormats.from_json(parsed(text))
+    ranks = range(pages) if found.formats else ()
+    expect_known(found.check(ranks, pages, head_dim), known)
+    return found
 
 
-_PLAIN = FinalHeader().to_part()
+_PLAIN = part_of_formats(TextFormats())
 """Of a document in the pool's format."""
 
 

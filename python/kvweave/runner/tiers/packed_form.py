@@ -16,7 +16,7 @@ import torch
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import PackedPages, RopeTable
-from kvweave.payload.packed import PageFormat
+from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.pool_bases import BlockBases, PoolBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
