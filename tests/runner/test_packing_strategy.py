@@ -16,12 +16,10 @@ from families import random_tokens, tiny
 from kvweave import InvalidArgument, Unsupported, ops
 from kvweave.adapters.kvpress import PressedCache
 from kvweave.runner import Packing, Segment, Strategy
-from kvweave.runner.kv.beside_packed import NOT_BESIDE_STRATEGY
 from kvweave.runner.tiers import strategies
 from kvweave.runner.tiers.packed_losses import Part
 from packed_decoding import packed_runner
 from packed_texts import rounded
-from ranked_pages import WINDOW, kinds_map, top_k
 from strategy_runners import (
     DIM,
     HEADS,
@@ -259,10 +257,6 @@ def test_what_is_no_strategy_is_refused(model: Any) -> None:
 def test_what_does_not_go_with_it_is_refused_by_name(model: Any) -> None:
     given = Packing("int4", strategy=Strategy(0.5))
     runner = runner_of(model, 0.5)
-    heads = kinds_map(runner.spec, [WINDOW, top_k(4)])
-    assert NOT_BESIDE_STRATEGY.keys() == {"top_k heads"}
-    with pytest.raises(Unsupported, match="^top_k heads: .* beside a strategy"):
-        packed_runner(model, kv_dtype=given, heads=heads)
     for made in (kvweave.PagedCache, PressedCache):
         with pytest.raises(Unsupported, match="^kv_dtype: expected a Packing without a strategy"):
             made(model, kv_dtype=given)

@@ -18,7 +18,7 @@ from kvweave.adapters.vllm.served_models import WITHOUT
 from kvweave.runner import Canary, Healing
 from kvweave.runner.kv.beside_drafts import NOT_BESIDE_DRAFTS
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
-from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED, NOT_BESIDE_STRATEGY
+from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
 from ranked_pages import FULL, WINDOW, kinds_map, top_k
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -214,7 +214,6 @@ def refused_by_a_runner() -> str:
     """Why: the tables that refuse, row by row."""
     tables = {
         'kv_dtype="int4"': NOT_BESIDE_PACKED,
-        "Packing(strategy=…)": NOT_BESIDE_STRATEGY,
         "host_bytes": NOT_BESIDE_HOST,
         "speculate": NOT_BESIDE_DRAFTS,
     }

@@ -175,7 +175,7 @@ class PackedHeader:
             ASIDE_ENTRIES: ("i32", (self.aside_entries, 5)),
         }
         if len(self.bounded):
-            kinds[BOUNDS] = ("f32", (self.blocks, len(self.bounded), 3, head_dim))
+            kinds[BOUNDS] = ("f32", (self.all_blocks, len(self.bounded), 3, head_dim))
         if of.basis_rows is not None:
             kinds[WHICH] = ("i32", (self.blocks,))
             kinds[BASES] = ("f32", (self.bases, pairs, 2, of.basis_rows, head_dim))

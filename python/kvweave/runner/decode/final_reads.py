@@ -12,7 +12,7 @@ import torch
 
 from kvweave import ops
 from kvweave.ops import RopeTable, Table, Workspace
-from kvweave.runner.kv.final_texts import FinalEntries, FormatPages
+from kvweave.runner.kv.final_texts import FinalEntries, FinalText, FormatPages
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import send
 from kvweave.runner.model.layer_spec import LayerSpec
@@ -20,12 +20,13 @@ from kvweave.runner.model.layer_spec import LayerSpec
 
 @dataclass(frozen=True, eq=False)
 class FinalRead:
-    """What a batch reads of the pages of one format of one text.
+    """What a batch reads of the pages of one format of one `text`.
 
     `entries` i32 [N, 5] of its blocks, `offsets` i32 [2 B + 1]: of two tables a request, of which
     the second is empty and read by heads that have other formats.
     """
 
+    text: FinalText
     pages: FormatPages
     entries: Table
     offsets: Table
@@ -45,11 +46,11 @@ def final_reads(
         entries = np.concatenate(list(chain.from_iterable(of_each)))
         ends = np.repeat(np.cumsum([0, *counts], dtype=np.int32), 2)[1:]
         for part in text.parts:
-            if not any(part.reaches):
+            if not any(part.reaches) and not any(part.choosing):
                 continue
             own = entries.copy()
             own[:, 0] = part.blocks(entries[:, 0])
-            reads.append(FinalRead(part, *send(device, own, ends)))
+            reads.append(FinalRead(text, part, *send(device, own, ends)))
     return reads
 
 
@@ -61,7 +62,10 @@ def final_states(
     rows: tuple[torch.Tensor, Table],
     workspace: Workspace | None,
 ) -> list[States]:
-    """Attention and lse of queries [B, H, D] and their positions over them, each apart."""
+    """Attention and lse of queries [B, H, D] and their positions over them, each apart.
+
+    Of heads that read all: those that choose see nothing here.
+    """
     states = []
     for read in reads:
         reach = read.pages.reaches[layer]

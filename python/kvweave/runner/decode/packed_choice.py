@@ -4,7 +4,8 @@ A head that chooses reads the packed pages that its query scores highest by thei
 that lies in exact pages. The two newest are always read: what decode steps read exactly reaches
 into them. What was chosen stays until the next ranking; pages that are packed since are read
 besides. Requests are ranked at their first step and every so many from then on, as over exact
-pages. What is chosen are numbers in a request's list of packed entries, which only grows.
+pages. What is chosen are numbers in a request's list of packed entries, which only grows, and which
+stays as it is when a text is packed finally.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ import torch
 from kvweave import ops
 from kvweave.always_read import RECENT_PAGES
 from kvweave.ops import Reach, RopeTable, Workspace
+from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send, send_index
-
-Listed = tuple[torch.Tensor, torch.Tensor]
-"""Entries i32 [N, 5] of B requests and offsets of their tables."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +47,13 @@ class ChosenPacked:
     """What the heads of B requests choose of packed pages in a step: see `PackedChoice`.
 
     `rows` i64 [B] of what they have chosen. `rankings` by budget, None where nobody is due.
+    `texts`: where what they choose among lies, where some may be packed finally.
     """
 
     of: PackedChoice
     rows: torch.Tensor
     rankings: tuple[_Ranking | None, ...]
+    texts: ChosenTexts | None
 
     def states(
         self,
@@ -61,24 +62,31 @@ class ChosenPacked:
         listed: Listed,
         rope: RopeTable,
         workspace: Workspace | None,
-    ) -> States:
+    ) -> list[States]:
         """Attention and lse of `called`, queries [B, H, D] and positions, over what was chosen.
 
         Heads that are to choose anew do so by these queries; others than these see nothing here.
+        `listed`: entries in the pool. Of texts that are packed finally there is a part for each
+        format.
         """
-        choice, pool = self.of, self.of.pool
+        choice, pool, texts = self.of, self.of.pool, self.texts
         (q, positions), (entries, offsets) = called, listed
+        among = entries if texts is None else texts.listed[0]
         for budget, ranking in zip(pool.heads.budgets, self.rankings, strict=True):
             if ranking is not None:
-                choice.rank(layer, budget, ranking, q, entries, rope)
+                choice.rank(layer, budget, ranking, q, among, rope)
         pages, selected = (
             table[:, layer].index_select(0, self.rows) for table in (choice.chosen, choice.selected)
         )
+        reading = choice.reading[layer]
+        if texts is not None:
+            known = (pages, selected), called, listed, (choice.listing, reading), rope, workspace
+            return list(texts.states(layer, pool, *known))
         own, ends = ops.gather_entries(
             pages, selected, entries, entry_offsets=offsets, reach=choice.listing
         )
-        kv = pool.read(layer, pool.layers[layer], rope, choice.reading[layer])
-        return ops.attend_packed(q, positions, own, kv, entry_offsets=ends, workspace=workspace)
+        kv = pool.read(layer, pool.layers[layer], rope, reading)
+        return [ops.attend_packed(q, positions, own, kv, entry_offsets=ends, workspace=workspace)]
 
 
 class PackedChoice:
@@ -124,10 +132,17 @@ class PackedChoice:
         """Lets go of what a request has chosen."""
         self._rows.pop(sequence, None)
 
-    def step(self, batch: Sequence[Decoding], positions: Int32, counts: Int64) -> ChosenPacked:
+    def step(
+        self,
+        batch: Sequence[Decoding],
+        positions: Int32,
+        counts: Int64,
+        texts: ChosenTexts | None = None,
+    ) -> ChosenPacked:
         """What a step says of its requests, whose newest tokens are at positions i32 [B].
 
-        `counts` [B]: packed entries of each, which lie one behind the other.
+        `counts` [B]: packed entries of each, which lie one behind the other; `texts` as
+        `ChosenPacked` has them.
         """
         rows = np.array([self._row(sequence) for sequence in batch], np.int64)
         ends = np.cumsum(counts)
@@ -139,7 +154,7 @@ class PackedChoice:
             if any(counts[number] > budget.pages for budget in self.pool.heads.budgets):
                 assert sequence.packed is not None
                 sequence.packed.read_in_part(int(positions[number]))
-        return ChosenPacked(self, self._sent(rows), tuple(rankings))
+        return ChosenPacked(self, self._sent(rows), tuple(rankings), texts)
 
     def _step(
         self,

@@ -18,9 +18,10 @@ import torch
 from kvweave import ops
 from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
+from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
-from kvweave.runner.decode.packed_choice import ChosenPacked, Listed, PackedChoice
+from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
@@ -58,7 +59,7 @@ class PackedStep:
         known: dict[str, Any] = {"entry_offsets": offsets, "workspace": workspace}
         states, heads = [exact], self.pool.heads
         if self.chosen is not None and heads.chooses(layer):
-            states += [self.chosen.states(layer, called, self.packed, rope, workspace)]
+            states += self.chosen.states(layer, called, self.packed, rope, workspace)
             reach = heads.unranked(layer)
             reads = reach is not None
         else:
@@ -163,13 +164,15 @@ class PackedReads:
         # What the batch reads of final texts, and which version of these that is.
         self._final: Sequence[FinalRead] = ()
         self._version = 0
+        # Where heads that choose find what they choose among, beside such texts.
+        self._texts: ChosenTexts | None = None
         # Entries of each of the batch, packed and aside, and whose packed ones are to be made anew.
         self._packed: list[Int32] = []
         self._aside: list[Int32] = []
         self._stale: set[int] = set()
         # Entries of the batch, packed and aside, and whether they lie in the room.
         self._listed, self._is_listed = (0, 0), False
-        # Packed entries of each of the batch.
+        # Packed entries of each of the batch, those of final texts among them.
         self._counts = np.zeros(0, np.int64)
         self._choice = PackedChoice(pool) if pool.heads.budgets else None
 
@@ -177,7 +180,7 @@ class PackedReads:
         """Lets go of a request, and of the batch that it was of: another one is seated next."""
         self.seat(())
         # Texts that nobody reads any more have no memory.
-        self._final = ()
+        self._final, self._texts = (), None
         if self._choice is not None:
             self._choice.forget(sequence)
 
@@ -244,7 +247,8 @@ class PackedReads:
             step = replace(step, final=self._final)
         if self._choice is None:
             return step
-        return replace(step, chosen=self._choice.step(self._batch, at, self._counts))
+        chosen = self._choice.step(self._batch, at, self._counts, self._texts)
+        return replace(step, chosen=chosen)
 
     def room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
@@ -257,10 +261,14 @@ class PackedReads:
             self._packed[row] = _packed(self._batch[row]).entries()
         self._stale.clear()
         packed, aside = self._packed, self._aside
+        self._counts = np.array([len(entries) for entries in packed], np.int64)
         if final is not None:
             split = [final.split(entries) for entries in packed]
+            of_texts = [some for _, some in split]
+            self._final = final_reads(of_texts, self.pool.device)
+            if self._choice is not None:
+                self._texts = ChosenTexts.of(packed, of_texts, self._final, self.pool)
             packed = [entries for entries, _ in split]
-            self._final = final_reads([some for _, some in split], self.pool.device)
         counts = sum(map(len, packed)), sum(map(len, aside))
         fits = room.packed.fits(counts[0], requests)
         if counts[1] or room.aside is not None:
@@ -270,7 +278,6 @@ class PackedReads:
         room.packed.write(packed)
         if room.aside is not None:
             room.aside.write(aside)
-        self._counts = np.array([len(entries) for entries in packed], np.int64)
         self._listed, self._is_listed = counts, True
         return room
 

@@ -17,11 +17,6 @@ NOT_BESIDE_PACKED = {
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""
 
-NOT_BESIDE_STRATEGY = {
-    "top_k heads": "bounds to choose by are kept of pages in the pool's format alone",
-}
-"""The same of a `Packing` with a strategy, by which documents are packed finally."""
-
 
 def check_kv_dtype(kv_dtype: object, **asked: object) -> Packing | None:
     """How full pages are packed; raises for what a runner is asked for beside that.
@@ -45,13 +40,3 @@ def refuse_beside_packed(packed: object, what: str, got: object = "one") -> None
     """
     if packed is not None:
         refuse(NOT_BESIDE_PACKED, "kv_dtype", "packed pages", what, got)
-
-
-def refuse_beside_strategy(packing: Packing | None, what: str, got: object = "one") -> None:
-    """Raises for something that is asked for of a runner that packs documents by a strategy.
-
-    # Errors
-    `Unsupported` naming both.
-    """
-    if packing is not None and packing.strategy is not None:
-        refuse(NOT_BESIDE_STRATEGY, "a packing strategy", "a strategy", what, got)

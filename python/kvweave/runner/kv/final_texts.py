@@ -9,7 +9,7 @@ reads it any more its blocks are kept back in their place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvCache, KvRequest, KvShape
+from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.tables import Int32, send_index
 
 Int64 = npt.NDArray[np.int64]
@@ -32,11 +33,15 @@ class FormatPages:
 
     `ranks` i64 [K]: which pages of a block, sorted. `pages` has the null block and then, block by
     block, K pages. `reaches`: how decode steps read them, layer by layer; None where no head does.
+    `choosing`: the same of heads that choose, over two tables of each, and `chosen_by` bool [L, G]:
+    which these are.
     """
 
     pages: ops.PackedPages
     ranks: Int64
     reaches: tuple[ops.Reach | None, ...]
+    choosing: tuple[ops.Reach | None, ...]
+    chosen_by: torch.Tensor
 
     @staticmethod
     def of(
@@ -44,22 +49,22 @@ class FormatPages:
         form: ops.PackedFormat,
         ranks: Int64,
         basis: torch.Tensor | None,
-        reading: npt.NDArray[np.bool_],
+        heads: PackedHeads,
     ) -> FormatPages:
-        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D].
-
-        `reading` [L, G]: the KV heads whose decode steps read packed pages at all.
-        """
+        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D], as heads read them."""
         device, count = data.device, data.shape[0] * data.shape[1]
         made = ops.PackedPages.zeros(
             len(ranks) + count, form, device, bases=None if basis is None else basis[None]
         )
         made.data[len(ranks) :] = data.flatten(0, 1)
-        at = np.full(reading.size, NOWHERE, np.int32)
-        at[ranks] = np.arange(len(ranks), dtype=np.int32)
-        read = np.where(reading, at.reshape(reading.shape), NOWHERE).astype(np.int32)
-        reaches = tuple(_reach(each) for each in read)
-        return FormatPages(made, ranks, reaches)
+        chooses = heads.budget_of >= 0
+        places = np.full(chooses.size, NOWHERE, np.int32)
+        places[ranks] = np.arange(len(ranks), dtype=np.int32)
+        at = places.reshape(chooses.shape)
+        read = np.where(heads.reading & ~chooses, at, NOWHERE).astype(np.int32)
+        chosen = np.where(chooses, at, NOWHERE).astype(np.int32)
+        reaches = tuple(map(_reach, read)), tuple(map(_reach_of_each, chosen))
+        return FormatPages(made, ranks, *reaches, torch.from_numpy(chosen != NOWHERE).to(device))
 
     @property
     def nbytes(self) -> int:
@@ -338,33 +343,41 @@ class FinalTexts:
         self._place[freed[~np.isin(freed, came)]] = places
 
 
+def _reach_of_each(ranks: Int32) -> ops.Reach | None:
+    """The same where each head has two tables of its own, as `ops.gather_entries` makes them."""
+    if (ranks == NOWHERE).all():
+        return None
+    rows = np.zeros((len(ranks), 4), np.int32)
+    rows[:, 0], rows[:, 1] = 2 * np.arange(len(ranks)), np.maximum(ranks, 0)
+    return ops.Reach(2 * len(ranks), rows)
+
+
+def extra_blocks(most_bytes: int, least: int) -> int:
+    """Blocks that are counted beside a pool's for texts of so many bytes, of `least` each."""
+    return max(1, most_bytes // least)
+
+
 def make_books(
-    shape: KvShape,
-    blocks: int,
-    most_bytes: int,
-    formats: Sequence[ops.PackedFormat],
-    **settings: Any,
+    shape: KvShape, blocks: int, most_bytes: int, least: int, **settings: Any
 ) -> tuple[KvCache, FinalTexts | None]:
     """What counts so many blocks of packed pages, and texts of other formats, if there are any.
 
-    Beside these go as many blocks as `most_bytes` hold of the smallest.
-    `settings` are `KvCache`'s own.
+    Beside these go as many blocks as `most_bytes` hold of those of `least` bytes, the smallest; 0
+    where there are no such texts. `settings` are `KvCache`'s own.
     """
-    if not formats:
+    if not least:
         return KvCache(shape, blocks=blocks, memory=False, **settings), None
-    pages = shape.layers * shape.kv_heads
-    least = pages * min(of.page_bytes for of in formats)
-    extra = max(1, most_bytes // least)
+    extra = extra_blocks(most_bytes, least)
     cache = KvCache(shape, blocks=blocks + extra, memory=False, **settings)
     backed = int(cache.stats()["total"]) - extra
-    return cache, FinalTexts(cache, pages, backed, most_bytes)
+    return cache, FinalTexts(cache, shape.layers * shape.kv_heads, backed, most_bytes)
 
 
 def _within(part: FormatPages, first: int, end: int) -> FormatPages:
     """Of a format's pages those of some ranks, counted from the first of these."""
     among = np.flatnonzero((part.ranks >= first) & (part.ranks < end))
     if not len(among):
-        return FormatPages(part.pages, among, ())
+        return FormatPages(part.pages, among, (), (), part.chosen_by)
     count, pages = len(part.ranks), part.pages
     blocks = len(pages.data) // count
     index = (count * np.arange(blocks)[:, None] + among).reshape(-1)
@@ -374,7 +387,7 @@ def _within(part: FormatPages, first: int, end: int) -> FormatPages:
         some = pages.bases.data[:, int(among[0]) : int(among[-1]) + 1]
         bases = ops.PackedBases(some, pages.bases.of.new_zeros(len(data)))
     made = ops.PackedPages(data, pages.format, bases)
-    return FormatPages(made, part.ranks[among] - first, ())
+    return FormatPages(made, part.ranks[among] - first, (), (), part.chosen_by)
 
 
 def _reach(ranks: Int32) -> ops.Reach | None:

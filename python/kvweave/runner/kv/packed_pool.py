@@ -75,7 +75,8 @@ class PackedPool:
     decode step of the runner attends in each. `exact`: the pages [pages, 2, P, D] that they are
     packed from. `bases`: in which, of a format that has any.
     `heads`: which read what of them. `bounds` f32 [pages, 3, D], as `ops.bound_packed` makes them
-    of exact keys, where any of them choose pages. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
+    of exact keys, where any of them choose pages: of blocks by their numbers in `cache`, wherever
+    they lie. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
     where a prompt's layers are packed while it is computed; None: behind its rows. `final`: texts
     that are packed by strategies of their own, where there may be any, and `documents` whose they
     are. `readers`: who reads blocks at the moment, each with its `request` of the books.
@@ -166,7 +167,7 @@ class PackedPool:
 
     def pack(self, packs: Int32, basis: int | None = None) -> None:
         """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis."""
-        packs, bases = self.placed(packs), self.bases
+        named, packs, bases = packs, self.placed(packs), self.bases
         if bases is not None:
             if basis is None:
                 if bases.wants_moments:
@@ -175,6 +176,8 @@ class PackedPool:
             bases.assign(packs[:, 0], basis)
         (table,) = send(self.device, packs)
         ops.pack_pages(self.exact, self.pages, table, pages=self.block_pages)
+        if self.bounds is not None and packs is not named:
+            (table,) = send(self.device, named)
         self.bound_exact(self.exact, table)
 
     def bound(self, blocks: Int32, tokens: int) -> None:

@@ -14,8 +14,7 @@ from kvweave.cache import HeadClassMap, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.aside import Aside
-from kvweave.runner.kv.beside_packed import refuse_beside_strategy
-from kvweave.runner.kv.final_texts import make_books
+from kvweave.runner.kv.final_texts import extra_blocks, make_books
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import (
     BOUND_BYTES,
@@ -51,7 +50,8 @@ class PoolSizes:
     packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
     of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
     may have bases of their own. `final_share`: so many of their bytes packed pages have beside
-    them for texts that are packed finally.
+    them for texts that are packed finally, whose blocks have `least_final` bytes at least, and
+    pages `bound_bytes` of bounds.
     """
 
     exact: KvShape
@@ -62,6 +62,8 @@ class PoolSizes:
     chunk_tokens: int | None
     has_own: bool = True
     final_share: float = 0.0
+    least_final: int = 0
+    bound_bytes: int = 0
 
     def exact_blocks(self, tokens: int) -> int:
         """Blocks of the exact pool beside packed pages of so many tokens.
@@ -102,7 +104,11 @@ class PoolSizes:
         """Bytes of both pools with room for so many tokens, bases among them."""
         exact = self.exact.pages_for_blocks(self.exact_blocks(tokens), self.windows)
         packed = self.packed_pages(tokens) * self.page_bytes + self.final_bytes(tokens)
-        return exact * self.exact.page_bytes + packed + self.bases(tokens) * self.basis_bytes
+        packed += self.bases(tokens) * self.basis_bytes
+        if self.least_final:
+            bounded = extra_blocks(self.final_bytes(tokens), self.least_final)
+            packed += self.packed.pages_for_blocks(bounded) * self.bound_bytes
+        return exact * self.exact.page_bytes + packed
 
     def final_bytes(self, tokens: int) -> int:
         """The most bytes of texts that are packed finally."""
@@ -127,6 +133,16 @@ class PoolSizes:
         return blocks * PAGE_TOKENS
 
 
+def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
+    """What `PoolSizes` are told of texts that are packed finally: nothing where there are none."""
+    strategy = packing.strategy
+    if strategy is None:
+        return {}
+    least = min(of.page_bytes for of in strategy_formats(spec, packing))
+    of_block = len(spec.layers) * spec.kv_heads * least
+    return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
+
+
 def make_packed_pool(
     spec: ModelSpec,
     page_tokens: int,
@@ -143,9 +159,8 @@ def make_packed_pool(
     not all. `settings` are `KvCache`'s own.
 
     # Errors
-    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `Unsupported` for heads that choose
-    pages beside a strategy; `InvalidArgument` for a basis beside a format that has none;
-    `OutOfMemory` for what the device cannot hold.
+    As `format_of`, `PoolSizes`, `PoolBases` and `PackedHeads`; `InvalidArgument` for a basis beside
+    a format that has none; `OutOfMemory` for what the device cannot hold.
     """
     of, (arena_bytes, tokens) = format_of(spec, page_tokens, packing), rooms
     geometry, dtype = (len(spec.layers), spec.kv_heads, spec.head_dim), KV_DTYPES[spec.dtype]
@@ -154,8 +169,8 @@ def make_packed_pool(
     check_basis(packing, of, per_block)
     exact_shape = KvShape(*geometry, page_tokens, dtype)
     reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
-    refuse_beside_strategy(packing, "top_k heads", "some" if reads.budgets else None)
-    page_bytes = of.page_bytes + (BOUND_BYTES * spec.head_dim if reads.budgets else 0)
+    bound_bytes = BOUND_BYTES * spec.head_dim if reads.budgets else 0
+    page_bytes = of.page_bytes + bound_bytes
     sizes = PoolSizes(
         exact_shape,
         KvShape(*geometry, PAGE_TOKENS, dtype),
@@ -163,19 +178,14 @@ def make_packed_pool(
         page_bytes,
         one,
         chunk_tokens,
-        has_own=packing.strategy is None,
-        final_share=0.0 if packing.strategy is None else packing.strategy.final_share,
+        bound_bytes=bound_bytes,
+        **_final_sizes(spec, packing),
     )
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
-    cache, final = make_books(
-        sizes.packed,
-        sizes.packed_blocks(tokens),
-        sizes.final_bytes(tokens),
-        strategy_formats(spec, packing),
-        **settings,
-    )
+    counted = sizes.packed_blocks(tokens), sizes.final_bytes(tokens), sizes.least_final
+    cache, final = make_books(sizes.packed, *counted, **settings)
     count = sizes.packed_pages(tokens)
     wanted = f"{count * page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"
 
@@ -186,7 +196,9 @@ def make_packed_pool(
             shape = basis_shape(of, per_block)
             bases = torch.zeros((sizes.bases(tokens), *shape), device=spec.device)
         if reads.budgets:
-            bounds = torch.zeros((count, 3, spec.head_dim), device=spec.device)
+            # Of all blocks that are counted, those of texts that are packed finally among them.
+            pages = cache.stats()["arena_pages"]
+            bounds = torch.zeros((pages, 3, spec.head_dim), device=spec.device)
         return ops.PackedPages.zeros(count, of, spec.device, bases=bases), bounds
 
     pages, bounds = made()

@@ -115,14 +115,14 @@ class ResumedPages(PackedPrefix):
         sent, others = (ranks(pool, reads_all=all_) for all_ in (True, False))
         data.index_copy_(0, pages_of(pool, rows, sent), parts[PAGES].to(data.device).flatten(0, 1))
         data.index_fill_(0, pages_of(pool, rows, others), 0)
+        self._text_bytes = taken_texts(pool, payload, packed, self._texts)
+        named = np.concatenate((taken, *(text.entries()[:, 0] for text in self._texts)))
         if len(bounded := choosing_ranks(pool)):
             assert pool.bounds is not None
-            index = pages_of(pool, rows, bounded)
+            index = pages_of(pool, named, bounded)
             pool.bounds.index_copy_(0, index, parts[BOUNDS].to(data.device).flatten(0, 1))
         entries: Int32 = parts[ENTRIES].cpu().numpy().copy()
-        self._text_bytes = taken_texts(pool, payload, packed, self._texts)
-        known = [text.entries()[:, 0] for text in self._texts]
-        entries[:, 0] = np.concatenate((taken, *known))[entries[:, 0]]
+        entries[:, 0] = named[entries[:, 0]]
         return entries
 
     def _taken_aside(self, cache: KvCache, payload: KvPayload) -> Int32:

@@ -36,12 +36,14 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
     entries, aside = packed.entries(), packed.exact_entries(SINK_TOKENS)
     final: list[FinalEntries] = []
     if pool.final is not None:
-        entries, final = pool.final.split(entries)
+        _, final = pool.final.split(entries)
+        entries = entries[~pool.final.are_final(entries[:, 0])]
     blocks, entries = _numbered(entries)
     texts = sent_texts(final, len(blocks), sent)
     entries = np.concatenate((entries, texts.entries))
     entries = entries[np.argsort(entries[:, 3], kind="stable")]
-    found = pool.pages.data.index_select(0, pages_of(pool, blocks, sent))
+    rows = pool.rows(blocks)
+    found = pool.pages.data.index_select(0, pages_of(pool, rows, sent))
     parts = {
         PAGES: found.view(len(blocks), len(sent), pool.pages.format.page_bytes),
         ENTRIES: torch.from_numpy(entries),
@@ -51,11 +53,12 @@ def packed_tokens(packed: PackedPrefix, tokens: int) -> PackedTokens:
     }
     if len(bounded := choosing_ranks(pool)):
         assert pool.bounds is not None
-        bounds = pool.bounds.index_select(0, pages_of(pool, blocks, bounded))
-        parts[BOUNDS] = bounds.view(len(blocks), len(bounded), *bounds.shape[1:])
+        named = np.concatenate((blocks, texts.blocks))
+        bounds = pool.bounds.index_select(0, pages_of(pool, named, bounded))
+        parts[BOUNDS] = bounds.view(len(named), len(bounded), *bounds.shape[1:])
     bases, basis = 0, None
     if pool.bases is not None:
-        known, basis = pool.bases.of_text(blocks)
+        known, basis = pool.bases.of_text(rows)
         shape, bases = basis_shape(pool.pages.format, pool.block_pages), len(known.bases)
         parts[WHICH] = torch.tensor(known.which.tolist(), dtype=torch.int32)
         parts[BASES] = torch.stack(known.bases) if bases else torch.zeros((0, *shape))
@@ -95,7 +98,10 @@ def choices_of(pool: PackedPool) -> tuple[Choice, ...]:
 
 
 def pages_of(pool: PackedPool, blocks: Int32, some: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Pages of some ranks of blocks, by where these lie, block by block, as an index i64."""
+    """Pages of some ranks of blocks, by where these lie, block by block, as an index i64.
+
+    Bounds lie by the numbers of blocks in the books, and the pages themselves where `rows` says.
+    """
     pages = (blocks[:, None] + some).reshape(-1)
     return send_index(pool.pages.data.device, pages).long()
 

@@ -29,22 +29,26 @@ from kvweave.runner.kv.tables import Int32, send_index
 class SentTexts:
     """What a payload has of texts: in its header, as parts, and entries i32 [N, 5] of all.
 
-    These name blocks by numbers behind those of the pool's format.
+    These name blocks by numbers behind those of the pool's format. `blocks`: the same blocks, text
+    by text, by their numbers in the books.
     """
 
     listed: tuple[SentText, ...]
     parts: dict[str, torch.Tensor]
     entries: Int32
+    blocks: Int32
 
 
 def sent_texts(texts: Sequence[FinalEntries], first: int, sent: npt.NDArray[np.int64]) -> SentTexts:
     """Those that a request reads, whose blocks count from `first` on; `sent`: ranks that travel."""
     listed, parts, entries = [], {}, [np.zeros((0, 5), np.int32)]
+    named = [np.zeros(0, np.int32)]
     for number, (text, some) in enumerate(texts):
         blocks, which = np.unique(some[:, 0], return_inverse=True)
         own = some.copy()
         own[:, 0] = first + which
         entries.append(own)
+        named.append(text.blocks[blocks])
         first += len(blocks)
         formats: list[FormatRanks] = []
         for part in text.parts:
@@ -62,7 +66,7 @@ def sent_texts(texts: Sequence[FinalEntries], first: int, sent: npt.NDArray[np.i
             formats.append(FormatRanks(PageFormat.of(part.pages.format), ranks))
         known = TextFormats(tuple(formats), text.most_lost, text.over_bound)
         listed.append(SentText(len(blocks), known))
-    return SentTexts(tuple(listed), parts, np.concatenate(entries))
+    return SentTexts(tuple(listed), parts, np.concatenate(entries), np.concatenate(named))
 
 
 def expect_formats(pool: PackedPool, texts: Sequence[SentText]) -> None:
@@ -122,5 +126,5 @@ def _pages_of(
         if of.basis_rows is not None:
             basis = payload.parts[text_basis(number, at)].to(pool.device)
         ranks = np.asarray(each.ranks, np.int64)
-        made.append(FormatPages.of(data, of, ranks, basis, pool.heads.reading))
+        made.append(FormatPages.of(data, of, ranks, basis, pool.heads))
     return tuple(made)

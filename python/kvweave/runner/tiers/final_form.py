@@ -116,7 +116,13 @@ class FinalForm(PackedForm):
         self._documents.expect_room(blocks, sum(sizes) + sum(bases))
         parts = self._pages_of(document.parts, formats)
         losses = header.most_lost, header.over_bound
-        return self._documents.bring(tokens, namespace, regime, parts, losses)
+        request = self._documents.bring(tokens, namespace, regime, parts, losses)
+        try:
+            self.pool.bound(request.entries()[:, 0], len(tokens))
+        except BaseException:
+            request.release()
+            raise
+        return request
 
     def read(self, shard: Shard) -> PackedDocument:
         """The parts of a shard, each as large as the document's tokens and formats ask for.
@@ -160,6 +166,18 @@ class FinalForm(PackedForm):
         """As `PackedForm.put_bases`, of blocks of no final text."""
         super().put_bases(self._final.rows(blocks), bases)
 
+    def bounds(self, blocks: Int32) -> torch.Tensor | None:
+        """Those of all pages of blocks, which are by their numbers in the books."""
+        bounds = self.pool.bounds
+        return None if bounds is None else bounds.index_select(0, super()._index(blocks)).cpu()
+
+    def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
+        """As `bounds`."""
+        if self.pool.bounds is not None:
+            assert bounds is not None
+            index = super()._index(blocks)
+            self.pool.bounds.index_copy_(0, index, bounds.to(self.pool.device))
+
     def _index(self, blocks: Int32) -> torch.Tensor:
         return super()._index(self._final.rows(blocks))
 
@@ -177,11 +195,11 @@ class FinalForm(PackedForm):
         formats: Sequence[tuple[PackedFormat, tuple[int, ...]]],
     ) -> tuple[FormatPages, ...]:
         """Parts of a document as decode steps read them, where the pool lies."""
-        device, reading, made = self.pool.device, self.pool.heads.reading, []
+        device, heads, made = self.pool.device, self.pool.heads, []
         for at, (of, ranks) in enumerate(formats):
             basis = None if of.basis_rows is None else parts[_basis(at)].to(device)
             data = parts[_pages(at)].to(device)
-            made.append(FormatPages.of(data, of, np.asarray(ranks, np.int64), basis, reading))
+            made.append(FormatPages.of(data, of, np.asarray(ranks, np.int64), basis, heads))
         return tuple(made)
 
 

@@ -28,6 +28,9 @@ from kvweave.runner.tiers.packed_form import PackedDocument
 _ALIGNED = 16
 """Where a part of a document may begin."""
 
+_BOUNDS = "bounds"
+"""By what heads choose its pages, beside what its form exports."""
+
 _NOBODY = -1
 
 _Key = tuple[str, int, bytes]
@@ -106,10 +109,13 @@ class HostDocuments:
         """
         if self.has(document):
             return True
-        stored = self._form.export(request)
+        stored = dict(self._form.export(request).parts)
+        bounds = self._form.bounds(blocks_of(request))
+        if bounds is not None:
+            stored[_BOUNDS] = bounds
         parts = tuple(_places(stored))
         last = parts[-1]
-        slots = -(-(last.begin + stored.parts[last.name].nbytes) // self._slot_bytes)
+        slots = -(-(last.begin + stored[last.name].nbytes) // self._slot_bytes)
         if slots > len(self.slots):
             return False
         try:
@@ -127,7 +133,7 @@ class HostDocuments:
                 kept = _Kept(self._counted, _key(document), parts, taken, blocks)
                 self._enter(kept)
                 for part in parts:
-                    self._write(kept, part, stored.parts[part.name])
+                    self._write(kept, part, stored[part.name])
                 home.commit(document.length, document.length)
         except PoolFull:
             return False
@@ -162,7 +168,14 @@ class HostDocuments:
                 return None
             header = self._form.provenance(document.namespace, document.regime)
             stored = PackedDocument(header, document.tokens, _PartsHere(self, kept))
-            return self._form.admit(stored, document.namespace)
+            request = self._form.admit(stored, document.namespace)
+            try:
+                # By which heads choose, as they were: of the exact keys.
+                self._form.put_bounds(blocks_of(request), stored.parts.get(_BOUNDS))
+            except BaseException:
+                request.release()
+                raise
+            return request
 
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, bytes of a slot and of all that are taken.
@@ -271,9 +284,9 @@ def _key(document: Document) -> _Key:
     return document.namespace, document.regime, tokens.tobytes()
 
 
-def _places(document: PackedDocument) -> Iterator[_Part]:
+def _places(parts: Mapping[str, torch.Tensor]) -> Iterator[_Part]:
     """Where the parts of a document lie, one behind the other."""
     begin = 0
-    for name, part in document.parts.items():
+    for name, part in parts.items():
         yield _Part(name, begin, tuple(part.shape), part.dtype, part.device)
         begin += -(-part.nbytes // _ALIGNED) * _ALIGNED

@@ -92,7 +92,7 @@ class Strategies:
                 of,
                 np.asarray(ranks, np.int64),
                 None if basis is None else basis.to(pool.device),
-                pool.heads.reading,
+                pool.heads,
             )
             for of, ranks, data, basis in made.made
         ]
