@@ -236,7 +236,7 @@ KINDS = (
         "int8, documents by strategies",
         {"chunk_tokens": 320},
         {"kv_dtype": Packing("int8", strategy=Strategy(bound=0.5), copy_bytes=5 << 20)},
-        heads=UNEVEN,
+        heads=CHOOSING,
         room=_LONG_DOCUMENTS,
         token_bytes=LAYERS * KV_HEADS * 40,
         without=_PACKED_WITHOUT,

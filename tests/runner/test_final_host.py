@@ -299,13 +299,44 @@ def bytes_of(doc: list[int]) -> bytes:
 
 
 def check_slots(host: HostDocuments) -> None:
-    """Each slot is one document's or free, and each block is of the document that it says."""
+    """Each slot is one document's or free, and each block is of the documents that it says."""
     slots = [host._free, *(kept.slots for kept in host._kept.values())]
     assert np.array_equal(np.sort(np.concatenate(slots)), np.arange(len(host.slots)))
-    assert host._numbers.keys() == {kept.number for kept in host._kept.values()}
-    for number, kept in host._numbers.items():
-        assert (host._whose[kept.blocks] == number).all()
-    assert set(host._whose.tolist()) <= {-1, *host._numbers}
+    found = {block: set() for kept in host._kept.values() for block in kept.blocks.tolist()}
+    for kept in host._kept.values():
+        for block in kept.blocks.tolist():
+            found[block].add(kept)
+    assert host._by == found
+
+
+def test_documents_that_begin_alike_are_kept_side_by_side(model: Any) -> None:
+    """Each as it was packed; they share blocks in the books, and go when one of these does."""
+    runner = final_runner(model, "int4", 0.9, document_bytes=MUCH)
+    whole = random_tokens(640, 77).tolist()
+    docs = [whole, whole[:128], whole[:100], whole[:192] + random_tokens(200, 78).tolist()]
+    wanted = []
+    for number, doc in enumerate(docs):
+        runner.insert(doc, str(number))
+        runner.flush()
+        wanted.append(logits_of(runner, doc)[0])
+        leave_the_device(runner)
+    host = runner.tiers.host
+    for _ in range(2):
+        for doc, logits in zip(docs, wanted, strict=True):
+            got, found = logits_of(runner, doc)
+            assert found == ["host"]
+            assert same(got, logits)
+            leave_the_device(runner)
+            check_slots(host)
+    assert len(host._kept) == len(docs)
+    host._drop_of(host._kept[("", host_regime(host), bytes_of(whole))].blocks[:1])
+    check_slots(host)
+    assert not host._kept
+    assert len(host._free) == len(host.slots)
+
+
+def host_regime(host: HostDocuments) -> int:
+    return next(iter(host._kept))[1]
 
 
 def test_one_that_is_larger_than_all_of_it_is_not_kept(model: Any) -> None:

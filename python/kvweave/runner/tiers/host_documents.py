@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from kvweave.device_memory import arena_pages, needs_memory
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.kv.host_pages import blocks_of
 from kvweave.runner.kv.pinned import pin
+from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.final_form import FinalForm
 from kvweave.runner.tiers.packed_form import PackedDocument
@@ -30,8 +31,6 @@ _ALIGNED = 16
 
 _BOUNDS = "bounds"
 """By what heads choose its pages, beside what its form exports."""
-
-_NOBODY = -1
 
 _Key = tuple[str, int, bytes]
 """Namespace, regime and tokens."""
@@ -50,13 +49,15 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A document that is here, by its number: its parts, and in which slots and blocks."""
+    """A document that is here: its parts and their slots, and the blocks by which it is found.
 
-    number: int
+    Documents that begin alike share blocks: where one of these goes all of them are found no more.
+    """
+
     key: _Key
     parts: tuple[_Part, ...]
     slots: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
+    blocks: Int32
 
 
 class HostDocuments:
@@ -87,15 +88,12 @@ class HostDocuments:
             hash=hash,
             fingerprint=form.cache.fingerprint,
         )
-        self._pages = form.pool.block_pages
         device = form.pool.device
         self.slots = arena_pages((count, self._slot_bytes), torch.uint8, torch.device("cpu"))
         self.pinned = device.type == "cuda" and pin(self.slots, device)
         self._kept: dict[_Key, _Kept] = {}
-        # Whose a block is, by the number of a document, and which are nobody's slots.
-        self._whose = np.full(1 + int(self.cache.stats()["total"]), _NOBODY, np.int64)
-        self._numbers: dict[int, _Kept] = {}
-        self._counted = 0
+        # Who is found by a block, and which are nobody's slots.
+        self._by: dict[int, set[_Kept]] = {}
         self._free = np.arange(count, dtype=np.int64)
 
     def has(self, document: Document) -> bool:
@@ -119,22 +117,23 @@ class HostDocuments:
         if slots > len(self.slots):
             return False
         try:
-            with self.cache.admit(
-                document.tokens,
-                namespace=document.namespace,
-                regime=document.regime,
-                reuse="none",
-            ) as home:
-                blocks = blocks_of(home).astype(np.int64) // self._pages
-                self._drop_of(blocks)
+            with self._taken(document.tokens, document, "none") as home:
                 self._drop(self._kept.get(_key(document)))
                 self._make_room(slots)
-                taken, self._free = self._free[:slots], self._free[slots:]
-                kept = _Kept(self._counted, _key(document), parts, taken, blocks)
-                self._enter(kept)
-                for part in parts:
-                    self._write(kept, part, stored[part.name])
                 home.commit(document.length, document.length)
+                with self._taken(_followed(document), document, "prefix") as found:
+                    blocks = _read_blocks(found, document, self.cache)
+                if blocks is None:
+                    return False
+                taken, self._free = self._free[:slots], self._free[slots:]
+                kept = _Kept(_key(document), parts, taken, blocks)
+                self._enter(kept)
+                try:
+                    for part in parts:
+                        self._write(kept, part, stored[part.name])
+                except BaseException:
+                    self._drop(kept)
+                    raise
         except PoolFull:
             return False
         return True
@@ -145,26 +144,14 @@ class HostDocuments:
         # Errors
         As `DocumentForm.admit`.
         """
-        kept = self._kept.get(_key(document))
-        if kept is None:
-            return None
-        # The last token of a prompt is never looked up: the document's own is not the last.
-        followed = np.append(document.tokens, np.int32(0))
         try:
-            home = self.cache.admit(
-                followed,
-                namespace=document.namespace,
-                regime=document.regime,
-                reuse="prefix",
-            )
+            home = self._taken(_followed(document), document, "prefix")
         except PoolFull:
             return None
         with home:
-            if home.plan.reused_prefix < document.length:
+            kept = self._kept.get(_key(document))
+            if kept is None or _read_blocks(home, document, self.cache) is None:
                 self._drop(kept)
-            # The block behind it may have been that of another document.
-            self._drop_of(blocks_of(home)[-1:].astype(np.int64) // self._pages)
-            if kept.number not in self._numbers:
                 return None
             header = self._form.provenance(document.namespace, document.regime)
             stored = PackedDocument(header, document.tokens, _PartsHere(self, kept))
@@ -188,28 +175,44 @@ class HostDocuments:
 
     # ---- who is here ----------------------------------------------------------------------
 
+    def _taken(
+        self, tokens: Int32, document: Document, reuse: Literal["none", "prefix"]
+    ) -> KvRequest:
+        """A request of tokens; whoever was found by blocks that it takes for itself is no more.
+
+        # Errors
+        `PoolFull` without room.
+        """
+        request = self.cache.admit(
+            tokens, namespace=document.namespace, regime=document.regime, reuse=reuse
+        )
+        shared = request.plan.reused_prefix // self.cache.shape.page_tokens
+        self._drop_of(blocks_of(request)[shared:])
+        return request
+
     def _enter(self, kept: _Kept) -> None:
-        self._whose[kept.blocks] = kept.number
-        self._kept[kept.key] = self._numbers[kept.number] = kept
-        self._counted += 1
+        self._kept[kept.key] = kept
+        for block in kept.blocks.tolist():
+            self._by.setdefault(block, set()).add(kept)
 
     def _drop(self, kept: _Kept | None) -> None:
         """Lets a document go, if there is one: its slots are free."""
         if kept is None:
             return
-        self._whose[self._whose == kept.number] = _NOBODY
-        del self._kept[kept.key], self._numbers[kept.number]
+        del self._kept[kept.key]
+        for block in kept.blocks.tolist():
+            self._by[block].discard(kept)
+            if not self._by[block]:
+                del self._by[block]
         self._free = np.sort(np.concatenate((self._free, kept.slots)))
 
-    def _drop_of(self, blocks: npt.NDArray[np.int64]) -> int:
+    def _drop_of(self, blocks: Int32) -> int:
         """Lets those go whose blocks were taken for others; how many blocks they had beside."""
-        beside = 0
-        for number in np.unique(self._whose[blocks]).tolist():
-            if number != _NOBODY:
-                kept = self._numbers[number]
-                beside += len(np.setdiff1d(kept.blocks, blocks))
-                self._drop(kept)
-        return beside
+        gone = {kept for block in blocks.tolist() for kept in self._by.get(block, ())}
+        for kept in gone:
+            self._drop(kept)
+        had = [kept.blocks for kept in gone]
+        return len(np.setdiff1d(np.concatenate(had), blocks)) if had else 0
 
     def _make_room(self, slots: int) -> None:
         """Has documents go until so many slots are free.
@@ -228,9 +231,8 @@ class HostDocuments:
                 )
             tokens = min(free + step, most) * self.cache.shape.page_tokens
             with self.cache.admit(np.zeros(tokens, np.int32), reuse="none") as room:
-                taken = blocks_of(room).astype(np.int64) // self._pages
                 # Of one document the blocks go one after the other.
-                step = 1 + self._drop_of(taken)
+                step = 1 + self._drop_of(blocks_of(room))
 
     # ---- their bytes ----------------------------------------------------------------------
 
@@ -277,6 +279,21 @@ class _PartsHere(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+
+def _followed(document: Document) -> Int32:
+    """A document's tokens and one more: the last token of a prompt is never looked up."""
+    return np.append(document.tokens, np.int32(0))
+
+
+def _read_blocks(request: KvRequest, document: Document, cache: KvCache) -> Int32 | None:
+    """The blocks in which a request of a followed document finds it; None if it does not."""
+    if request.plan.reused_prefix < document.length:
+        return None
+    whole, rest = divmod(document.length, cache.shape.page_tokens)
+    blocks = blocks_of(request)[:whole]
+    # What is left would be copied to the request's own block.
+    return np.append(blocks, request.take_copies(0)[0, 0]).astype(np.int32) if rest else blocks
 
 
 def _key(document: Document) -> _Key:
