@@ -114,7 +114,8 @@ def test_decoding_goes_on_elsewhere(model: Any, kind: str, sights: Any) -> None:
             own = [fresh(70, 9), documents([300])[0], fresh(9, 8)]
             there.insert(own[1].tokens, "own")
             there.flush()
-            alone = there.prefill(own, "naive", remember=False, watched=False).logits
+            with there.prefill(own, "naive", remember=False, watched=False) as done:
+                alone = done.logits.clone()
         with there.prefill(own, "naive", remember=False, watched=False) as done:
             assert torch.equal(done.logits, alone)
     there.delete("own")

@@ -25,6 +25,7 @@ from kvweave.runner.kv.token_places import (
     Places,
     copies_between,
     entries_at,
+    entries_in_place,
     no_places,
     places_of,
 )
@@ -212,13 +213,7 @@ class PackedDocuments(PackedPrefix):
         listed as it lies there, one position after the other: of rows that a policy chose here and
         there each would be an entry else.
         """
-        held = first + np.flatnonzero(self.aside[first:, 0] >= 0).astype(np.int32)
-        far = np.searchsorted(held, self._prompt - RECENT_TOKENS, side="right")
-        places = self.aside[held[:far]]
-        places = places[np.lexsort((places[:, 1], places[:, 0]))]
-        listed = entries_at(first + np.arange(far, dtype=np.int32), places)
-        near = held[far:]
-        return np.concatenate((listed, entries_at(near, self.aside[near])))
+        return entries_in_place(self.aside, first, self._prompt - RECENT_TOKENS)
 
     def _entries(self) -> tuple[Int32, Int32]:
         """Entries of the prompt's packed tokens and of those aside, in order of position.

@@ -19,13 +19,13 @@ from kvweave.payload.packed import (
 )
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, scatter
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.sent_pages import choices_of, choosing_ranks, pages_of, ranks
 from kvweave.runner.kv.sent_texts import expect_formats, taken_texts
 from kvweave.runner.kv.tables import Int32
-from kvweave.runner.kv.token_places import entries_at, places_of
+from kvweave.runner.kv.token_places import entries_at, entries_in_place, places_of
 
 
 def expect_packed_alike(pool: PackedPool, header: PackedHeader | None) -> PackedHeader:
@@ -87,7 +87,7 @@ class ResumedPages(PackedPrefix):
         try:
             self.tokens = len(tokens) // PAGE_TOKENS * PAGE_TOKENS
             self._grow(tokens[: self.tokens])
-            self._until = packed.tokens
+            self._until, self._prompt = packed.tokens, len(tokens)
             self._listed = self._taken(payload, packed)
             self._aside = self._taken_aside(cache, payload)
         except BaseException:
@@ -126,7 +126,10 @@ class ResumedPages(PackedPrefix):
         return entries
 
     def _taken_aside(self, cache: KvCache, payload: KvPayload) -> Int32:
-        """Writes exact tokens aside as they lay; in pages of another size, one behind the other."""
+        """Writes exact tokens aside as they lay; in pages of another size, one behind the other.
+
+        In the order in which they lay, by which steps read them.
+        """
         said = payload.parts[ASIDE_ENTRIES].cpu().numpy()
         size, length = cache.shape.page_tokens, payload.header.tokens
         if not len(said):
@@ -135,11 +138,12 @@ class ResumedPages(PackedPrefix):
         positions = np.flatnonzero(places[:, 0] >= 0).astype(np.int32)
         places = places[positions]
         if payload.header.page_tokens != size:
-            at = np.arange(len(positions), dtype=np.int32)
+            at = np.empty(len(positions), np.int32)
+            at[np.lexsort((places[:, 1], places[:, 0]))] = np.arange(len(positions))
             places[:, 0], places[:, 1] = at // size, at % size
         numbers, which = np.unique(places[:, 0], return_inverse=True)
         self._kept.append(cache.admit(np.zeros(len(numbers) * size, np.int32), reuse="none"))
-        places[:, 0] = self._kept[0].entries()[which, 0]
+        places[:, 0] = np.sort(self._kept[0].entries()[:, 0])[which]
         to = Places(positions, places[:, 0], places[:, 1], places[:, 2])
         scatter(self.pool.exact, to, payload.parts[ASIDE])
         return entries_at(positions, places)
@@ -164,6 +168,11 @@ class ResumedPages(PackedPrefix):
     def exact_entries(self, first: int) -> Int32:
         """The tokens aside, of an entry's position on."""
         return self._aside[self._aside[:, 3] >= first]
+
+    def step_entries(self, first: int) -> Int32:
+        """The same in as few entries as where they come from."""
+        places = places_of(self._aside, self._prompt)
+        return entries_in_place(places, first, self._prompt - RECENT_TOKENS)
 
     def reused(self, exact: int) -> int:
         """No row is left out for what packed pages have: all of the prompt is there."""

@@ -22,6 +22,21 @@ def no_places(tokens: int) -> Places:
     return np.tile(np.asarray([-1, 0, 0], np.int32), (tokens, 1))
 
 
+def entries_in_place(places: Places, first: int, end: int) -> Int32:
+    """Entries of the held tokens of places [T, 3] from `first` on, as few as rows may read.
+
+    Those before `end` are seen by all rows, so they are listed as they lie, one position after the
+    other.
+    """
+    held = first + np.flatnonzero(places[first:, 0] >= 0).astype(np.int32)
+    far = np.searchsorted(held, end, side="right")
+    together = places[held[:far]]
+    together = together[np.lexsort((together[:, 1], together[:, 0]))]
+    listed = entries_at(first + np.arange(far, dtype=np.int32), together)
+    near = held[far:]
+    return np.concatenate((listed, entries_at(near, places[near])))
+
+
 def places_of(entries: Int32, tokens: int) -> Places:
     """Where the first tokens lie, by entries i32 [N, 5], of which no two list the same one."""
     block, begin, end, position, delta = entries.T
