@@ -237,7 +237,7 @@ KINDS = (
         {"chunk_tokens": 320},
         {"kv_dtype": Packing("int8", strategy=Strategy(bound=0.5), copy_bytes=5 << 20)},
         heads=CHOOSING,
-        room=_LONG_DOCUMENTS,
+        room=replace(_LONG_DOCUMENTS, frozen_quota=1400),
         token_bytes=LAYERS * KV_HEADS * 40,
         without=_PACKED_WITHOUT,
         library=_LONG_LIBRARY,

@@ -83,6 +83,27 @@ def test_documents_come_back_from_the_host_as_they_were(model: Any, kind: str) -
     assert nothing_is_held(runner)
 
 
+@pytest.mark.parametrize("kind", ["int4", "half-int4"])
+def test_documents_that_begin_alike_come_back_from_the_host(model: Any, kind: str) -> None:
+    """Each block in the basis that it was packed in, whichever of them it is of."""
+    runner = tiered(model, kind, document_bytes=1 << 23)
+    whole = random_tokens(1200, 1).tolist()
+    docs = [whole, whole[:128] + random_tokens(1100, 2).tolist(), whole[:192], whole[:200]]
+    wanted = []
+    for number, doc in enumerate(docs):
+        runner.insert(doc, str(number))
+        runner.flush()
+        wanted.append(logits_of(runner, doc)[0])
+        leave_the_device(runner)
+    for doc, logits in zip(docs, wanted, strict=True):
+        got, found = logits_of(runner, doc)
+        assert found == ["host"]
+        # What begins another document is that one's, packed in its basis.
+        assert float((got - logits).abs().max()) < (1e-6 if kind == "int4" else 0.1)
+        leave_the_device(runner)
+    assert nothing_is_held(runner)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_runner_that_starts_again_reads_its_store(model: Any, kind: str, tmp_path: Path) -> None:
     """Also one whose own shared basis is another: what was packed in the old one keeps it."""

@@ -10,6 +10,7 @@ made of some tokens: those that are packed first of all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -89,6 +90,18 @@ class BlockBases:
 
     which: npt.NDArray[np.int32]
     bases: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(each: Sequence[torch.Tensor | None]) -> BlockBases:
+        """Of the basis of each block, None where nothing is rotated."""
+        known = {id(basis): basis for basis in each if basis is not None}
+        number = {name: 1 + at for at, name in enumerate(known)}
+        which = [0 if basis is None else number[id(basis)] for basis in each]
+        return BlockBases(np.asarray(which, np.int32), tuple(known.values()))
+
+    def of_each(self) -> list[torch.Tensor | None]:
+        """The basis of each block."""
+        return [None if at == 0 else self.bases[at - 1] for at in self.which.tolist()]
 
 
 class PoolBases:

@@ -89,9 +89,9 @@ class HostTier:
         if size < 2 * block_bytes:
             raise InvalidArgument(f"document_bytes: expected at least {least}, got {size}")
         self._form, self._block_bytes = form, block_bytes
-        # By the first block of a document here: the bases of all of its blocks.
-        self._bases: dict[int, BlockBases | None] = {}
-        self._bounds: dict[int, torch.Tensor | None] = {}
+        # Of each block here its basis and its bounds: documents that begin alike share blocks.
+        self._bases: dict[int, torch.Tensor | None] = {}
+        self._bounds: dict[int, torch.Tensor] = {}
         self.cache = KvCache(
             shape,
             blocks=size // block_bytes,
@@ -130,11 +130,7 @@ class HostTier:
             ) as home:
                 blocks = blocks_of(home)
                 self._carry(request, blocks, "spill")
-                for block in blocks.tolist():
-                    self._bases.pop(block, None)
-                    self._bounds.pop(block, None)
-                self._bases[int(blocks[0])] = self._form.bases(blocks_of(request))
-                self._bounds[int(blocks[0])] = self._form.bounds(blocks_of(request))
+                self._note(blocks.tolist(), blocks_of(request))
                 home.commit(document.length, document.length)
         except PoolFull:
             return False
@@ -206,10 +202,30 @@ class HostTier:
             if rest:
                 # It would be copied to the request's own block; it is read where it lies.
                 blocks = np.append(blocks, home.take_copies(0)[0, 0])
-            self._form.put_bases(blocks_of(request), self._bases[int(blocks[0])])
-            self._form.put_bounds(blocks_of(request), self._bounds[int(blocks[0])])
+            self._put(blocks.tolist(), blocks_of(request))
             carry(blocks)
         return True
+
+    def _note(self, home: list[int], blocks: Int32) -> None:
+        """Takes note of bases and bounds of blocks that were copied to blocks here."""
+        bases, bounds = self._form.bases(blocks), self._form.bounds(blocks)
+        if bases is not None:
+            self._bases.update(zip(home, bases.of_each(), strict=True))
+        if bounds is not None:
+            of_each = bounds.view(len(home), -1, *bounds.shape[1:])
+            # Each for itself: no more of them are kept than blocks.
+            self._bounds.update((block, of_each[at].clone()) for at, block in enumerate(home))
+
+    def _put(self, home: list[int], blocks: Int32) -> None:
+        """Says of blocks that are to be copied from blocks here what bases and bounds they have.
+
+        # Errors
+        `PoolFull` where there is no room for a basis.
+        """
+        bases = BlockBases.of([self._bases[block] for block in home]) if self._bases else None
+        bounds = torch.cat([self._bounds[block] for block in home]) if self._bounds else None
+        self._form.put_bases(blocks, bases)
+        self._form.put_bounds(blocks, bounds)
 
     def stats(self) -> dict[str, Any]:
         """Counts of blocks as `KvCache.stats` has them, bytes of one, and whether it is pinned."""
