@@ -84,7 +84,7 @@ class Decode {
     for (int s = 0; s < kStages; ++s) {
       fetch(s);
       // Before the other copies, which all that is asked for after them waits for.
-      if (s == 0) load_queries(heads_of(item));
+      if (s == 0) queries.load(query_of(heads_of(item)));
     }
     while (item < items) item = piece(item);
     stages.finish();
@@ -105,10 +105,7 @@ class Decode {
   } next;
   Run<Place> known;  // of unit lane / kRuns, run lane % kRuns
 
-  uint32_t queries[kSteps][2];  // B fragments: rows are elements, columns query heads
-  int turned_by;                // delta that `queries` are turned back by
-  uint32_t before[2 * kSteps];  // those before, and the delta of these
-  int before_turned_by;
+  TurnedQueries<T, Operand, D> queries;
 
   __device__ int begin_of(int item) const { return item == 0 ? 0 : sh.items[item - 1].end; }
 
@@ -251,33 +248,6 @@ class Decode {
 
   // ---- attending ----------------------------------------------------------------------------
 
-  __device__ void load_queries(const Heads& of) {
-    turned_by = before_turned_by = 0;
-    const T* query = query_of(of);
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      const int column = 16 * (i / 2) + Operand::key_column(lane, i % 2);
-      queries[i / 2][i % 2] =
-          query == nullptr ? 0u : reinterpret_cast<const uint32_t*>(query)[column / 2];
-    }
-  }
-
-  // Pages of a segment in place and the request's own come by turns, so the queries before are kept.
-  __device__ void turn_queries(const Heads& of, int delta) {
-    uint32_t turned[2 * kSteps];
-    const bool known = delta == before_turned_by;
-    if (!known) turned_queries<T, Operand, D>(turned, query_of(of), delta, p.kv);
-#pragma unroll
-    for (int i = 0; i < 2 * kSteps; ++i) {
-      uint32_t& query = queries[i / 2][i % 2];
-      const uint32_t next = known ? before[i] : turned[i];
-      before[i] = query;
-      query = next;
-    }
-    before_turned_by = turned_by;
-    turned_by = delta;
-  }
-
   // Element 0 of the query of this lane's column, or null.
   __device__ const T* query_of(const Heads& of) const {
     const int q = lane / 4;
@@ -296,7 +266,8 @@ class Decode {
       Operand::keys(a, loaded);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        multiply_add<T>((k + i) % 2 ? odd : even, a[i], queries[k + i][0], queries[k + i][1]);
+        const uint32_t (&of)[2] = queries.fragments[k + i];
+        multiply_add<T>((k + i) % 2 ? odd : even, a[i], of[0], of[1]);
       }
     }
 #pragma unroll
@@ -324,7 +295,7 @@ class Decode {
       attend(freed, of, out, m, l);
     }
     const int following = with_units(item + 1);
-    if (following < items) load_queries(heads_of(following));
+    if (following < items) queries.load(query_of(heads_of(following)));
     put_together(item, of, span, out, m, l);
     return following;
   }
@@ -349,11 +320,11 @@ class Decode {
     stages.clear(at, mask);
 
     float s[4];
-    if (deltas[0] != turned_by) turn_queries(of, deltas[0]);
+    queries.turn(query_of(of), deltas[0], p.kv);
     score(s, at);
     if (kRuns == 2 && deltas[kRuns - 1] != deltas[0]) {
       float upper[4];
-      turn_queries(of, deltas[kRuns - 1]);
+      queries.turn(query_of(of), deltas[kRuns - 1], p.kv);
       score(upper, at);
       s[2] = upper[2];
       s[3] = upper[3];
