@@ -268,7 +268,7 @@ def test_packed_segments_are_near_to_exact_ones(checkpoint: Any, tmp_path: Path)
     behind = Marked([text(120, 1), document, text(90, 5)])
     of_base = Marked([text(9, 6), tuple(text(120, 33)), text(130, 7)])
     model, said = checkpoint_of(checkpoint), {}
-    for dtype in (None, "int8", "int4"):
+    for dtype in (None, "int8", "int4", "planes-3"):
         chosen = mapped.settings()
         if dtype is not None:
             chosen["additional_config"]["kvweave"]["segment_dtype"] = dtype
@@ -287,14 +287,15 @@ def test_packed_segments_are_near_to_exact_ones(checkpoint: Any, tmp_path: Path)
             abs(one.logprobs[0] - other.logprobs[0])
             for one, other in zip(said[None], said[dtype], strict=True)
         ]
-        for dtype in ("int8", "int4")
+        for dtype in ("int8", "int4", "planes-3")
     }
     # What is computed whole is the same; what is reused differs by its codes, as without a map.
     assert max(far[0] for far in apart.values()) < 1e-4
     assert min(map(min, (far[1:] for far in apart.values()))) > 0
-    near, far = (max(apart[dtype][1:]) for dtype in ("int8", "int4"))
+    near, far, planes = (max(found[1:]) for found in apart.values())
     assert near < 0.15
     assert 4 * near < far < 1.5
+    assert near < planes < 1.5
 
 
 @pytest.mark.parametrize(

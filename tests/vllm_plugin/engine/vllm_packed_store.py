@@ -18,6 +18,8 @@ from kvweave.policies import Naive
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 16
 PAGE = 64
+POOL = 300
+"""Pages that an engine has for each KV head of a class."""
 INV_FREQ = 1e4 ** -(np.arange(DIM // 2) / (DIM // 2))
 
 
@@ -44,19 +46,21 @@ class Engine:
         sizes: tuple[int, ...] = (SIZE,),
         device: str = "cpu",
         window: int | None = None,
+        others: bool = True,
+        seed: int = 0,
     ) -> None:
         self.device = torch.device(device)
         geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, self.device, INV_FREQ)
         self.sizes, self.heads, self.window = sizes, HEADS // len(sizes), window
         page = page_tokens_of(math.lcm(*sizes))
-        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, page)
+        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, page, others)
         parts = [[self._part(layer, n) for n in range(len(sizes))] for layer in range(LAYERS)]
         self.layers = AttentionLayers(parts, [None] * LAYERS)
         self.written: dict[int, torch.Tensor] = {}
-        self._draws = np.random.default_rng(0)
+        self._draws = np.random.default_rng(seed)
 
     def _part(self, layer: int, number: int) -> HeadPart:
-        pages = torch.zeros(200 * self.heads, 2, self.sizes[number], DIM, device=self.device)
+        pages = torch.zeros(POOL * self.heads, 2, self.sizes[number], DIM, device=self.device)
         attends: Any = Attends(number * self.heads, self.heads)
         return HeadPart(f"{layer}.{number}", attends, pages, self.heads, number, None)
 
@@ -65,7 +69,7 @@ class Engine:
         found = []
         for size in self.sizes:
             count = -(-tokens // size)
-            own = self._draws.permutation(np.arange(1, 200))[:count] * self.heads
+            own = self._draws.permutation(np.arange(1, POOL))[:count] * self.heads
             found.append(torch.from_numpy(own.astype(np.int32)).to(self.device))
         return found
 
@@ -112,8 +116,8 @@ class Engine:
 
     def prefill(self, tokens: list[int], chunk: int, **asked: Any) -> tuple[Any, ...]:
         """A prompt through the engine in chunks: admitted, its blocks, what was copied."""
-        spans, policy = asked.get("spans", []), asked.get("policy", Naive())
-        admitted = self.store.admit(tokens, spans, "", policy, discover=False)
+        spans, of = asked.get("spans", []), asked.get("namespace", "")
+        admitted = self.store.admit(tokens, spans, of, Naive(), discover=False)
         blocks, came = self.blocks(len(tokens)), {}
         for start in range(0, len(tokens), chunk):
             end = min(start + chunk, len(tokens))
@@ -131,13 +135,19 @@ class Engine:
         return admitted, blocks, came
 
 
-def packed(values: torch.Tensor, kind: Any, size: int = PAGE) -> torch.Tensor:
-    """Tokens [layers, heads, n, 2, D] of a page, packed and unpacked, by the definition."""
+def packed(
+    values: torch.Tensor, kind: Any, size: int = PAGE, basis: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Tokens [layers, heads, n, 2, D] of a page, packed and unpacked, by the definition.
+
+    `basis` f32 [layers · heads, 2, rows, D] of a format that has one.
+    """
     form = ops.packed_format(kind, DIM, size)
     exact = torch.zeros(2 * LAYERS * HEADS, 2, size, DIM)
     pages = values.flatten(0, 1).transpose(1, 2)
     exact[LAYERS * HEADS :, :, : values.shape[2]] = pages
-    held = ops.PackedPages.zeros(len(exact), form)
+    bases = None if basis is None else basis[None].contiguous()
+    held = ops.PackedPages.zeros(len(exact), form, bases=bases)
     packs = np.array([[LAYERS * HEADS, values.shape[2], LAYERS * HEADS]], np.int32)
     asked: dict[str, Any] = {"pages": LAYERS * HEADS, "backend": "reference"}
     ops.pack_pages(exact, held, packs, **asked)
@@ -145,6 +155,29 @@ def packed(values: torch.Tensor, kind: Any, size: int = PAGE) -> torch.Tensor:
     ops.unpack_pages(held, found, packs, **asked)
     there = found[LAYERS * HEADS :, :, : values.shape[2]]
     return there.transpose(1, 2).unflatten(0, (LAYERS, HEADS))
+
+
+def expect_top_r(exact: torch.Tensor, found: torch.Tensor, basis: torch.Tensor, kind: str) -> None:
+    """That of vectors f64 [N, D] the numbers of most energy in a basis are there, and no others.
+
+    In f64, by what a format says: of four bits within half a step, of bf16 within its rounding.
+    `basis` [1 + D, D]: a mean and orthonormal directions.
+    """
+    mean, directions = basis[:1].double(), basis[1:].double()
+    torch.testing.assert_close(
+        directions @ directions.T, torch.eye(DIM).double(), atol=1e-5, rtol=0
+    )
+    was, now = (exact - mean) @ directions.T, (found - mean) @ directions.T
+    length = was.norm(dim=1, keepdim=True)
+    kept = now.abs() > 1e-4 * length
+    of = ops.packed_format(kind, DIM)
+    assert (kept.sum(1) == of.kept).all()
+    least = was.abs().where(kept, torch.inf).amin(1)
+    most = was.abs().where(~kept, torch.zeros(())).amax(1)
+    assert (least >= most - 1e-4 * length[:, 0]).all()
+    step = was.abs().amax(1, keepdim=True) / 7.5 * (1 + 2**-7)
+    allowed = step / 2 if of.numbers == "int4" else was.abs() * 2**-8
+    assert ((now - was).abs() <= allowed + 1e-4 * length)[kept].all()
 
 
 def turned(values: torch.Tensor, delta: int) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Parts of the plugin on two ranks of tensor parallelism: a program that prints JSON lines.
 
 `mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
-and kvweave's Runner stands beside them. `packed`: segments in packed pages, `pages`: virtual pages,
-`far`: such pages in the host's memory, each beside an engine of one rank. `drafted`: on a GPU,
-drafts whose steps become a graph, likewise. Scheduler, workers and front are processes of their
-own.
+and kvweave's Runner stands beside them. `packed`: segments in packed pages, also from a folder,
+`pages`: virtual pages, `far`: such pages in the host's memory, each beside an engine of one rank.
+`drafted`: on a GPU, drafts whose steps become a graph, likewise. Scheduler, workers and front are
+processes of their own.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ RANKS: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_
 
 
 def packed(folder: Path) -> None:
-    """Documents of prompts and of a knowledge base, in INT8 pages."""
+    """Documents of prompts and of a knowledge base, in pages of half-int4; that of the knowledge
+    base once more from a folder, in the basis that it has there beside another one.
+    """
     from families import tiny
     from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
     from test_segments_packed import ASKED, OF_BASE
@@ -77,14 +79,21 @@ def packed(folder: Path) -> None:
     from vllm_segments import SIZES, ask, settings, text
 
     tiny("llama", **SIZES).save_pretrained(folder / "model")
-    choice = settings(segment_dtype="int8")
-    for ranks in ({}, RANKS):
+    kept = {"store": str(folder / "kept"), "store_reads": "always"}
+    runs = (({}, {}, 50), (RANKS, kept, 50), (RANKS, kept, 60))
+    for number, (ranks, stored, seed) in enumerate(runs):
+        choice = settings(segment_dtype="half-int4", **stored)
         with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
             base = KnowledgeBase(llm.collective_rpc)
-            base.insert("one", text(120, 33))
+            for more in range(2):
+                base.insert(f"first {more}", text(300, seed + more), "others")
+            if number < 2:
+                base.insert("one", text(120, 33))
             answers = [ask(llm, given, policy="naive") for given in (*ASKED, OF_BASE)]
             tokens, first = [one.tokens for one in answers], [one.logprobs[0] for one in answers]
-            say(said=tokens, first=first, hits=base.store()["request_hits"])
+            found = base.store()
+            brought = found.get("brought_documents"), found.get("brought_refused")
+            say(said=tokens, first=first, hits=found["request_hits"], brought=brought)
 
 
 def pages(folder: Path) -> None:

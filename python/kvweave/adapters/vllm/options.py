@@ -16,14 +16,15 @@ from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
 
 SECTION = "kvweave"
-PackedKind = Literal["int4", "int8"]
+PackedKind = Literal["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "planes-2.5"]
 """What pages of a store of segments may be packed in."""
+KINDS = f"one of {', '.join(get_args(PackedKind))}"
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "heads": (str, "a path"),
     "segment_bytes": (int, "bytes"),
     "frozen_share": (float, "a share in 0..1"),
-    "segment_dtype": (str, "int4 or int8"),
+    "segment_dtype": (str, KINDS),
     "store": (str, "a path"),
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
@@ -47,7 +48,7 @@ class Options:
     """`heads`: the file of a head class map (`kvweave profile-heads`), or None.
 
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
-    `frozen_share` of it may be frozen by a knowledge base, and `segment_dtype`, int4 or int8, is
+    `frozen_share` of it may be frozen by a knowledge base, and `segment_dtype`, a format's name, is
     what its pages are packed in; None: they are exact. `virtual_pages`: vLLM's block numbers
     are virtual pages (vLLM 0.33), and `host_bytes` of the host's memory have room for pages of
     heads that choose few, for each worker; None: all pages stay on the device.
@@ -109,9 +110,7 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     reads = given.get("store_reads", "faster")
     _require(where["store_reads"], reads in ("faster", "always"), "faster or always", reads)
     packed = given.get("segment_dtype")
-    _require(
-        where["segment_dtype"], packed in (None, *get_args(PackedKind)), "int4 or int8", packed
-    )
+    _require(where["segment_dtype"], packed in (None, *get_args(PackedKind)), KINDS, packed)
     for name in ("virtual_pages", "store_shared"):
         flag = given.get(name, False)
         _require(where[name], isinstance(flag, bool), "true or false", flag)

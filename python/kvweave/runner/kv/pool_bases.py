@@ -207,9 +207,12 @@ class PoolBases:
 
     def free(self) -> int | None:
         """A basis that no block is packed in; None where all are taken."""
-        taken = np.unique(self._of)
-        left = np.setdiff1d(np.arange(FIRST_OWN, len(self.bases.data)), taken)
+        left = self._free()
         return int(left[0]) if len(left) else None
+
+    def _free(self) -> npt.NDArray[np.int64]:
+        """The bases that no block is packed in."""
+        return np.setdiff1d(np.arange(FIRST_OWN, len(self.bases.data)), np.unique(self._of))
 
     def write(self, number: int, basis: torch.Tensor) -> None:
         """Makes a free basis this one."""
@@ -263,7 +266,7 @@ class PoolBases:
         """
         self.forget(blocks)
         for index, basis in enumerate(given.bases, 1):
-            number = self._find(basis)
+            number = self._find(_digest(basis))
             if number is None:
                 number = self.free()
                 if number is None:
@@ -272,9 +275,23 @@ class PoolBases:
                 self.write(number, basis)
             self.assign(blocks[given.which == index], number)
 
-    def _find(self, basis: torch.Tensor) -> int | None:
+    def expect_room(self, given: BlockBases) -> None:
+        """Refuses bases that `put` may have no room for, whichever blocks it is given.
+
+        What is accepted `put` takes, for as long as no other basis has been written: what it
+        forgets first leaves it more room, and never less.
+
+        # Errors
+        `PoolFull` where fewer are free than are not found here.
+        """
+        needed = sum(self._find(digest) is None for digest in set(map(_digest, given.bases)))
+        free = len(self._free())
+        if needed > free:
+            most = len(self.bases.data) - FIRST_OWN
+            raise PoolFull(f"bases: expected room for {needed} more of {most}, got {free}")
+
+    def _find(self, digest: bytes) -> int | None:
         """A basis of the pool that is the same, number for number; None where there is none."""
-        digest = _digest(basis)
         there = [self.shared, *np.unique(self._of).tolist()]
         return next((n for n in there if n and self._known_as(n)[0] == digest), None)
 

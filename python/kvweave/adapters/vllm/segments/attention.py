@@ -52,7 +52,8 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
 
     The arena is taken before vLLM measures what is left for its own cache.
 
-    Errors: `Unsupported` for frequencies that are not fixed, and as `packed_tokens`.
+    Errors: `Unsupported` for frequencies that are not fixed, and as `packed_tokens` and
+    `PackedSegmentStore`.
     """
     known = config.compilation_config.static_forward_context
     layers: list[Any] = [layer for layer in known.values() if isinstance(layer, Attention)]
@@ -71,7 +72,8 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
         store = SegmentStore(geometry, bytes_, share, named)
     else:
         size = packed_tokens([layer.get_kv_cache_spec(config) for layer in layers])
-        store = PackedSegmentStore(geometry, bytes_, share, named, options.segment_dtype, size)
+        kind, others = options.segment_dtype, options.store is not None
+        store = PackedSegmentStore(geometry, bytes_, share, named, kind, size, others)
     for layer in layers:
         layer.store = store
     return store

@@ -1,9 +1,13 @@
 """How documents lie in the folder of a rank: exactly, or in packed pages where the store's are.
 
-A packed store writes its pages as they lie and takes them back bit for bit; exact documents that
-the folder has of the same text are packed as they come. An exact store knows exact ones alone. The
-format of packed pages and their tokens are part of what a shard is found by, so pages of another
-one are never read as these.
+A packed store writes its pages as they lie, with the bases that they are packed in where they have
+any, and takes them back bit for bit; exact documents that the folder has of the same text are
+packed as they come. An exact store knows exact ones alone. The format of packed pages and their
+tokens are part of what a shard is found by, so pages of another one are never read as these.
+
+Whether there is room for a document's bases each rank knows for its own alone. So it is part of
+what ranks agree on before any of them takes the document, and what is free then stays free until
+it is taken: pages that are taken name no more bases than before.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import KvweaveError
 from kvweave.payload import KvPayload
 from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.runner.kv.pool_bases import PoolBases
 from kvweave.runner.tiers.document_form import RowsFlops
 from kvweave.runner.tiers.packed_form import PackedDocument, PackedForm
 from kvweave.store import Provenance, Shard, Store
@@ -35,13 +40,13 @@ Found: TypeAlias = tuple[Document, str]
 
 @dataclass(frozen=True)
 class StoreBlocks:
-    """The packed blocks of a `PackedSegmentStore`, which are in no basis and have no bounds."""
+    """The packed blocks of a `PackedSegmentStore`, which have no bounds."""
 
     cache: KvCache
     pages: ops.PackedPages
     block_pages: int
     block_bytes: int
-    bases: None = None
+    bases: PoolBases | None
     bounds: None = None
 
     def bound(self, blocks: npt.NDArray[np.int32], tokens: int) -> None:
@@ -69,7 +74,7 @@ class DocumentShards:
         self._packed: PackedForm | None = None
         if isinstance(segments, PackedSegmentStore):
             sizes = segments.block_pages, segments.block_bytes
-            blocks = StoreBlocks(segments.cache, segments.packed, *sizes)
+            blocks = StoreBlocks(segments.cache, segments.packed, *sizes, segments.bases)
             self._packed = PackedForm(blocks, heads, flops, fingerprint=model)
 
     def write(self, request: KvRequest, room: DocumentRoom) -> str:
@@ -92,7 +97,7 @@ class DocumentShards:
         """
         if self._packed is not None:
             of = self._packed.provenance(namespace, self._segments.regime)
-            found = self._found(of, tokens, self._packed.read)
+            found = self._found(of, tokens, self._read_packed)
             if all_of(found is not None):
                 return found
         cache, regime = self._segments.cache, self._segments.regime
@@ -119,6 +124,13 @@ class DocumentShards:
         except KvweaveError as error:
             self._refused(error)
             return None
+
+    def _read_packed(self, shard: Shard) -> PackedDocument:
+        assert self._packed is not None
+        document, pool = self._packed.read(shard), self._packed.pool
+        if pool.bases is not None and document.bases is not None:
+            pool.bases.expect_room(document.bases)
+        return document
 
     def _read_exact(self, shard: Shard) -> KvPayload:
         payload = read_payload(shard)

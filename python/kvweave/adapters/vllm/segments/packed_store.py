@@ -4,11 +4,14 @@ A page is packed once all its tokens lie in vLLM's own pages, from there, reused
 So what is stored ends with a page until the prompt does, and what an exact prefix has of a page
 that another prompt goes on from is read where it lies until that page is packed anew. Tokens that
 are reused are unpacked into a few exact pages, whose keys turn on the way into vLLM's.
+
+Formats in a basis are packed in the one that the first tokens make, whoever's they are. Documents
+of an earlier store bring theirs: what is unpacked together is of one basis, and turned out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +22,8 @@ from kvweave import ops
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES, measured_pages
+from kvweave.adapters.vllm.segments.packed_room import PackedRoom
 from kvweave.adapters.vllm.segments.store import (
     PAGE_TOKENS,
     AdmittedPrompt,
@@ -30,14 +35,15 @@ from kvweave.adapters.vllm.segments.store import (
 )
 from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, needs_memory
+from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
+from kvweave.runner.kv.packed_pool import on_host
+from kvweave.runner.kv.pool_bases import UNROTATED, PoolBases, basis_shape
 
 LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Of a packed page; the steps of a page's keys are shared by its tokens."""
-MOST_AT_ONCE, AT_ONCE_SHARE = 128, 1 / 16
-"""Packed blocks that are unpacked together, and the most of the store that they may take for it."""
 
 
 def page_tokens_of(block_tokens: int) -> int:
@@ -52,11 +58,30 @@ def page_tokens_of(block_tokens: int) -> int:
     return size
 
 
-class PackedSegmentStore(SegmentStore):
-    """As `SegmentStore`, its pages packed: `kind` int4 or int8, keys with a scale a channel.
+def format_of(
+    kind: PackedKind, head_dim: int, page_tokens: int, dtype: torch.dtype
+) -> ops.PackedFormat:
+    """What a packed page of heads of so many channels is.
 
-    `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has. `packed`:
-    the pages, of which a block has `block_pages`.
+    Errors: `Unsupported` for a head dim that the format has not.
+    """
+    scales = "f16" if dtype == torch.float16 else "bf16"
+    try:
+        return ops.packed_format(kind, head_dim, page_tokens, scales)
+    except InvalidArgument as error:
+        expected = f"a format that heads of {head_dim} channels have"
+        text = f"segment_dtype: expected {expected}, got {kind}: {error}"
+        raise Unsupported(text, expected=expected, got=kind) from error
+
+
+class PackedSegmentStore(SegmentStore):
+    """As `SegmentStore`, its pages packed in the format `kind`.
+
+    `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has. `others`:
+    whether documents of other stores may come, with bases of theirs. `packed`: the pages, of which
+    a block has `block_pages`; `bases`: in which, of a format that has any.
+
+    Errors: as `format_of` and `PackedRoom.within`.
     """
 
     def __init__(
@@ -67,10 +92,10 @@ class PackedSegmentStore(SegmentStore):
         fingerprint: str,
         kind: PackedKind,
         page_tokens: int,
+        others: bool = False,
     ) -> None:
-        self.page_tokens = page_tokens
-        scales = "f16" if geometry.dtype == torch.float16 else "bf16"
-        self.format = ops.packed_format(kind, geometry.head_dim, self.page_tokens, scales)
+        self.page_tokens, self.others = page_tokens, others
+        self.format = format_of(kind, geometry.head_dim, page_tokens, geometry.dtype)
         super().__init__(geometry, arena_bytes, frozen_share, fingerprint)
 
     @property
@@ -79,48 +104,58 @@ class PackedSegmentStore(SegmentStore):
         return self.block_pages * self.format.page_bytes
 
     def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
-        geometry = self.geometry
+        geometry, of = self.geometry, self.format
         self.block_pages = geometry.layers * geometry.kv_heads
-        # Exact pages that unpacked ones go through are part of what the user gives.
-        one = geometry.kv_heads * shape.page_bytes
-        self.at_once = max(min(int(AT_ONCE_SHARE * arena_bytes / one) - 1, MOST_AT_ONCE), 1)
-        sizes = ((1 + self.at_once) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim)
+        # Exact pages that unpacked ones go through are part of what the user gives, as bases are.
+        self.room = room = PackedRoom.within(shape, of, arena_bytes, self.others)
+        sizes = (1 + room.at_once) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim
         self._unpacked = arena_pages(sizes, geometry.dtype, geometry.device)
-        left = arena_bytes - self._unpacked.nbytes
-        blocks = max(left // self.block_bytes, 1)
-        while blocks > 1 and shape.pages_for_blocks(blocks) * self.format.page_bytes > left:
-            blocks -= 1
-        pages = shape.pages_for_blocks(blocks)
-        data = needs_memory("arena", f"{pages * self.format.page_bytes} bytes")(torch.zeros)(
-            (pages, self.format.page_bytes), dtype=torch.uint8, device=geometry.device
-        )
-        self.packed = ops.PackedPages(data, self.format)
-        return KvCache(shape, blocks=blocks, memory=False, **settings)
+
+        @needs_memory("arena", f"{room.nbytes - self._unpacked.nbytes} bytes")
+        def made() -> ops.PackedPages:
+            bases = None
+            if room.bases:
+                size = room.bases, *basis_shape(of, self.block_pages)
+                bases = torch.zeros(size, device=geometry.device)
+            return ops.PackedPages.zeros(room.pages, of, geometry.device, bases=bases)
+
+        self.packed = made()
+        self.bases: PoolBases | None = None
+        if self.packed.bases is not None:
+            self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
+        return KvCache(shape, blocks=room.blocks, memory=False, **settings)
 
     def _take_copies(self, admitted: AdmittedPrompt) -> None:
         admitted.sources = np.asarray(admitted.request.take_copies(), np.int32).reshape(-1, 6)
 
-    def _pieces(self, runs: Rows) -> list[tuple[Rows | None, Rows]]:
+    def _pieces(self, runs: Rows) -> list[tuple[Rows, torch.Tensor | None, int]]:
         blocks, at = np.unique(runs[:, 0], return_inverse=True)
-        first = self.geometry.kv_heads
-        pieces: list[tuple[Rows | None, Rows]] = []
-        for start in range(0, len(blocks), self.at_once):
-            some = blocks[start : start + self.at_once]
-            own = (np.arange(len(some), dtype=np.int32) + 1) * first
-            packs = np.column_stack((some, np.full_like(some, self.page_tokens), own))
-            chosen = (at >= start) & (at < start + len(some))
-            rows = runs[chosen].copy()
-            rows[:, 0] = own[at[chosen] - start]
-            pieces.append((packs.astype(np.int32), rows))
+        in_basis = np.full_like(blocks, UNROTATED)
+        if self.bases is not None:
+            in_basis = self.bases.numbers(blocks)
+        pieces: list[tuple[Rows, torch.Tensor | None, int]] = []
+        for basis in np.unique(in_basis).tolist():
+            alike = np.flatnonzero(in_basis == basis)
+            for start in range(0, len(alike), self.room.at_once):
+                some = alike[start : start + self.room.at_once]
+                own = np.zeros_like(blocks)
+                own[some] = (np.arange(len(some)) + 1) * self.geometry.kv_heads
+                packs = np.column_stack(
+                    (blocks[some], np.full_like(some, self.page_tokens), own[some])
+                )
+                rows = runs[own[at] > 0].copy()
+                rows[:, 0] = own[at][own[at] > 0]
+                pieces.append((rows, self._sent(packs.astype(np.int32)), basis))
         return pieces
 
     def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
         """Copies K and V of a part of a layer into its pages, unpacked and keys turned."""
-        packed = self._from(self._first_page(layer, part))
-        for packs, rows in copies.pieces:
+        for piece in copies.pieces:
+            packed, packs = self._pages_of(layer, part, piece.basis), piece.packs
             assert packs is not None
-            ops.unpack_pages(packed, self._unpacked, packs, pages=part.kv_heads)
-            self._copy(part, rows, self._unpacked)
+            heads = part.kv_heads
+            ops.unpack_pages(packed, self._unpacked, packs, pages=heads, in_order=False)
+            self._copy(part, piece.rows, self._unpacked)
 
     def keep(
         self,
@@ -139,10 +174,13 @@ class PackedSegmentStore(SegmentStore):
             self._packs(numbers, own, end, first, part.page_tokens)
             for first, part in zip(blocks, layers.classes, strict=True)
         ]
-        for layer, parts in enumerate(layers.layers if len(own) else ()):
-            for part in parts:
-                packed, packs = self._from(self._first_page(layer, part)), of_class[part.number]
-                ops.pack_pages(part.pages, packed, packs, pages=part.kv_heads)
+        if len(own):
+            size = self.geometry.kv_heads, self.page_tokens
+            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size))
+            for layer, parts in enumerate(layers.layers):
+                for part in parts:
+                    packed, packs = self._pages_of(layer, part, basis), of_class[part.number]
+                    ops.pack_pages(part.pages, packed, packs, pages=part.kv_heads)
         self._commit_whole(admitted, end)
 
     @contextmanager
@@ -187,11 +225,32 @@ class PackedSegmentStore(SegmentStore):
         if len(own):
             blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
-            ops.pack_pages(pages, self.packed, packs, pages=self.block_pages)
+            first, count = packs[:MOST_PAGES], self.block_pages
+            self._assigned(own, lambda: on_host(pages, first.cpu().numpy(), count))
+            ops.pack_pages(pages, self.packed, packs, pages=count)
         self._commit_whole(admitted, admitted.tokens)
 
-    def _from(self, page: int) -> ops.PackedPages:
-        return ops.PackedPages(self.packed.data[page:], self.format)
+    def _assigned(self, own: Rows, exact: Callable[[], tuple[torch.Tensor, Rows]]) -> int:
+        """The basis that own blocks are about to be packed in, which is said of them.
+
+        `exact`: pages of theirs on the host, and packs of these, which the shared one is made of.
+        """
+        bases = self.bases
+        if bases is None:
+            return UNROTATED
+        if bases.wants_moments:
+            bases.add(*exact())
+        bases.assign(own, bases.shared)
+        return bases.shared
+
+    def _pages_of(self, layer: int, part: HeadPart, basis: int) -> ops.PackedPages:
+        """A part's pages from its first one of a block on, all in one basis."""
+        page, own = self._first_page(layer, part), None
+        if self.bases is not None:
+            # A basis knows a page by its rank in a block.
+            own = self.bases.of_pages(basis, page, part.kv_heads)
+            own = ops.PackedBases(own.data, own.of[page:])
+        return ops.PackedPages(self.packed.data[page:], self.format, own)
 
     def _own_blocks(self, admitted: AdmittedPrompt, end: int) -> tuple[Rows, Rows]:
         """Of the pages before `end` that are not stored yet: numbers in the prompt, and own blocks.

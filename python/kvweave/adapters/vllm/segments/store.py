@@ -130,15 +130,27 @@ class AdmittedPrompt:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Tokens that are copied at once: rows i32 [C, 6] for `ops.copy_rerotate`.
+
+    `packs` i32 [N, 3] for `ops.unpack_pages`: the packed blocks that these read, which are all in
+    one `basis` where pages have any; None where pages are exact.
+    """
+
+    rows: torch.Tensor
+    packs: torch.Tensor | None = None
+    basis: int = 0
+
+
+@dataclass(frozen=True)
 class Copies:
     """Tokens that go from the store to vLLM's pages, the same in all layers.
 
-    `pieces`, one after the other: rows i32 [C, 6] for `ops.copy_rerotate`, seen from the first page
-    of each layer; behind rows i32 [N, 3] for `ops.unpack_pages` of the packed blocks that these
-    read, or None. `moved`: tokens whose keys turn.
+    `pieces`, one after the other, of which blocks are seen from the first page of each layer.
+    `moved`: tokens whose keys turn.
     """
 
-    pieces: list[tuple[torch.Tensor | None, torch.Tensor]]
+    pieces: list[Piece]
     tokens: int
     moved: int
 
@@ -241,21 +253,21 @@ class SegmentStore:
         """
         places = admitted.places[positions]
         pieces = []
-        for packs, runs in self._pieces(runs_of(positions, places, size)):
+        for runs, packs, basis in self._pieces(runs_of(positions, places, size)):
             rows = self._sent(runs)
             rows[:, 2] = blocks.index_select(0, rows[:, 2])
-            pieces.append((None if packs is None else self._sent(packs), rows))
+            pieces.append(Piece(rows, packs, basis))
         return Copies(pieces, len(positions), int(np.count_nonzero(places[:, 2])))
 
-    def _pieces(self, runs: Rows) -> list[tuple[Rows | None, Rows]]:
-        """Runs of tokens, as they are copied at once."""
-        return [(None, runs)]
+    def _pieces(self, runs: Rows) -> list[tuple[Rows, torch.Tensor | None, int]]:
+        """Runs of tokens, as they are copied at once, with the `packs` and `basis` of each."""
+        return [(runs, None, 0)]
 
     def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
         """Copies K and V of a part of a layer into its pages, keys turned on the way."""
         source = self.pages[self._first_page(layer, part) :]
-        for _, rows in copies.pieces:
-            self._copy(part, rows, source)
+        for piece in copies.pieces:
+            self._copy(part, piece.rows, source)
 
     def _copy(self, part: HeadPart, rows: torch.Tensor, source: torch.Tensor) -> None:
         rope, heads = self.rope_of_layer, part.kv_heads
