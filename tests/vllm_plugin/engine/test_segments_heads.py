@@ -274,6 +274,10 @@ def test_packed_segments_are_near_to_exact_ones(checkpoint: Any, tmp_path: Path)
             chosen["additional_config"]["kvweave"]["segment_dtype"] = dtype
         options = {"enable_prefix_caching": True, "max_num_batched_tokens": 80}
         with segments(model, chosen, **options) as (llm, counts):
+            if dtype == "planes-3":
+                KnowledgeBase(llm.collective_rpc).insert("first", text(90, 34), "others")
+                # Heads of either class tell of their queries, in each layer.
+                assert counts.worker.store.bases._moments.metric is not None
             said[dtype] = [ask(llm, one, policy="naive") for one in prompts]
             plain(llm, text(120, 1) + text(9, 7))
             said[dtype].append(ask(llm, behind, policy="naive"))

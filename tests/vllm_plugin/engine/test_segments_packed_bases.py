@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from families import tiny
 from kvweave import ops
 from kvweave.adapters.vllm.options import PackedKind
+from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES
 from kvweave.adapters.vllm.segments.packed_room import MOST_OTHERS
 from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore, format_of
@@ -17,11 +19,14 @@ from kvweave.adapters.vllm.segments.store import Geometry
 from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
+from kvweave.policies import Full
+from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
+from packed_decoding import PackedDecoding
 from page_meaning import of_format
 from versions import needs_cuda
 from vllm_packed_store import DIM, HEADS, INV_FREQ, LAYERS, PAGE, Engine, expect_top_r, turned
-from vllm_segments import text
+from vllm_segments import SIZES, segments, settings, text
 
 KINDS = ["half-int4", "quarter-bf16", "planes-3", "planes-2.5"]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
@@ -123,7 +128,7 @@ def test_a_document_that_is_encoded_makes_the_basis(kind: str) -> None:
     engine, other = Engine(kind), Engine(kind)
     tokens = text(640, 4)
     admitted, _, _ = engine.prefill(tokens, 640)
-    taken = other.store.admit(tokens, [], "", engine_policy(), discover=False)
+    taken = other.store.admit(tokens, [], "", Full(), discover=False)
     with other.store.encoding(taken) as room:
         for position, (block, slot) in enumerate(
             room.request.slots(np.arange(640, dtype=np.int32)).tolist()
@@ -139,10 +144,50 @@ def test_a_document_that_is_encoded_makes_the_basis(kind: str) -> None:
         assert torch.equal(*pages)
 
 
-def engine_policy() -> Any:
-    from kvweave.policies import Full
+class Seen(PackedDecoding):
+    """A model's own decoding that keeps what attention has been given, layer by layer."""
 
-    return Full()
+    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
+        self.seen: list[list[torch.Tensor]] = []
+        return super().prefill(tokens, chunk)
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
+    ) -> Any:
+        self.seen.append([part[0].detach() for part in (query, key, value)])
+        return super()._attend(module, query, key, value, mask, **named)
+
+
+def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -> None:
+    """Of a model's own keys, values and queries, as transformers' attention has them."""
+    tokens, own = text(8 * PAGE, 4), Seen(tiny("llama", **SIZES), meaning=None)
+    own.prefill(tokens, len(tokens))
+    with segments(checkpoint("llama", **SIZES), settings(segment_dtype="planes-3")) as (llm, seen):
+        KnowledgeBase(llm.collective_rpc).insert("one", tokens)
+        store = seen.worker.store
+        got = store.bases.bases.data[SHARED].clone()
+        layers, heads, dim = store.geometry.layers, store.geometry.kv_heads, store.geometry.head_dim
+    exact = torch.zeros(1 + 8, layers, heads, 2, PAGE, dim)
+    for layer, (_, *sides) in enumerate(own.seen):
+        for side, part in enumerate(sides):
+            exact[1:, layer, :, side] = part.view(heads, 8, PAGE, dim).transpose(0, 1)
+    blocks = layers * heads * np.arange(1, 9)
+    packs = np.column_stack((blocks, np.full(8, PAGE), blocks)).astype(np.int32)
+    of = ops.packed_format("planes-3", dim)
+    told, untold = (ops.Moments(of, layers * heads) for _ in range(2))
+    for moments in (told, untold):
+        moments.add(exact.flatten(0, 2), packs)
+    for layer, (query, *_) in enumerate(own.seen):
+        rows = query[:, :: len(tokens) // QUERY_ROWS].transpose(0, 1).contiguous()
+        told.add_queries(rows, first=layer * heads, kv_heads=heads)
+    wanted, others = (torch.from_numpy(moments.basis()) for moments in (told, untold))
+    # Bits of each channel; without queries others have them.
+    assert torch.equal(got[:, :, 1], wanted[:, :, 1])
+    assert not torch.equal(got[:, :, 1], others[:, :, 1])
+    sides = own.seen[0][1].double(), own.seen[0][2].double()
+    pairs = [of_format(of, basis)(0, sides) for basis in (got, wanted)]
+    for one, other in zip(*pairs, strict=True):
+        assert ((one - other).abs() > 1e-3).double().mean() < 0.01
 
 
 @pytest.mark.parametrize("kind", get_args(PackedKind))

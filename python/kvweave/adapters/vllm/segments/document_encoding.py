@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 
 from kvweave import ops
-from kvweave.adapters.vllm.backend.metadata import PagedMetadata
+from kvweave.adapters.vllm.backend.metadata import PagedMetadata, QkvObserver
 from kvweave.adapters.vllm.backend.step_tables import Entries
 from kvweave.adapters.vllm.segments.store import DocumentRoom
 from kvweave.device_memory import sent
@@ -37,14 +39,14 @@ def checked_tokens(tokens: Any, vocabulary: int, longest: int) -> list[int]:
 @torch.inference_mode()
 def encode_document(
     model: Any,
-    names: list[str],
+    layers: list[list[Any]],
     room: DocumentRoom,
     tokens: list[int],
     config: VllmConfig,
 ) -> None:
     """Writes K and V of all of a document's tokens into its room, a chunk at a time.
 
-    `model` is a causal language model of vLLM, `names` are its attention layers'.
+    `model` is a causal language model of vLLM, `layers` has each of its layers' attention layers.
     """
     device, request = room.pages.device, room.request
     every = request.entries()
@@ -66,7 +68,36 @@ def encode_document(
             arena=room.pages,
         )
         ids = torch.tensor(tokens[start : start + step], device=device)
-        with set_forward_context(dict.fromkeys(names, metadata), config, slot_mapping={}):
+        watched = dict(_watched(metadata, layers, room))
+        with set_forward_context(watched, config, slot_mapping={}):
             hidden, residual = model.model.embed_input_ids(ids), None
             for layer in model.model.layers:
                 hidden, residual = layer(at.long(), hidden, residual)
+
+
+def _watched(
+    metadata: PagedMetadata, layers: list[list[Any]], room: DocumentRoom
+) -> Iterator[tuple[str, PagedMetadata]]:
+    """The tables of each attention layer by its name; it tells the room of its queries, if asked.
+
+    In a block of the room layers' KV heads lie one behind the other.
+    """
+    heads = room.cache.shape.kv_heads
+    for number, parts in enumerate(layers):
+        for part in parts:
+            told = metadata
+            if room.take_queries is not None:
+                pages = number * heads + part.impl.first_head, part.impl.num_kv_heads
+                told = replace(metadata, observer=_observer(room.take_queries, *pages))
+            yield part.layer_name, told
+
+
+def _observer(
+    take: Callable[[torch.Tensor, int, int], None], first: int, kv_heads: int
+) -> QkvObserver:
+    """Takes a layer's queries, and leaves its rows as they are."""
+
+    def observer(q: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor) -> None:
+        take(q, first, kv_heads)
+
+    return observer

@@ -40,6 +40,7 @@ from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
 from kvweave.runner.kv.packed_pool import on_host
+from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import UNROTATED, PoolBases, basis_shape
 
 LEAST_TOKENS, MOST_TOKENS = 64, 256
@@ -190,7 +191,8 @@ class PackedSegmentStore(SegmentStore):
         cache, pages = self._exact(admitted.tokens)
         tokens, of = np.asarray(request.tokens, np.int32), request.namespace
         exact = cache.admit(tokens, namespace=of, reuse="none", regime=self.regime)
-        yield DocumentRoom(cache, pages, exact)
+        wanted = self.bases is not None and self.bases.wants_queries
+        yield DocumentRoom(cache, pages, exact, self._take_queries if wanted else None)
         self._pack(admitted, pages, exact)
 
     def take(self, payload: KvPayload, namespace: str) -> KvRequest:
@@ -208,6 +210,12 @@ class PackedSegmentStore(SegmentStore):
                 admitted.release()
                 raise
         return admitted.request
+
+    def _take_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
+        """Has a basis that is still to be made spend its bits by what these queries read."""
+        assert self.bases is not None
+        some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
+        self.bases.add_queries(some, first, kv_heads)
 
     def _exact(self, tokens: int) -> tuple[KvCache, torch.Tensor]:
         """A cache of exact pages with room for a text, and the pages."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,11 +157,16 @@ class Copies:
 
 @dataclass(frozen=True)
 class DocumentRoom:
-    """Where a document is encoded: `pages`, and in their cache a request of all its tokens."""
+    """Where a document is encoded: `pages`, and in their cache a request of all its tokens.
+
+    `take_queries`, if any, wants the queries [R, H, D] of some rows, the rank of the first page of
+    a block that they read, a KV head of a layer, and of how many.
+    """
 
     cache: KvCache
     pages: torch.Tensor
     request: KvRequest
+    take_queries: Callable[[torch.Tensor, int, int], None] | None = None
 
     def payload(self, rope: ops.RopeTable) -> KvPayload:
         """The document's exact KV, once it is there."""

@@ -183,9 +183,8 @@ class SegmentWorker:
             return None
         admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
         try:
-            names = [part.layer_name for layer in self.attention for part in layer]
             with self.store.encoding(admitted) as room:
-                encode_document(model, names, room, tokens, config)
+                encode_document(model, self.attention, room, tokens, config)
             if self.kept is None:
                 admitted.request.freeze(name, 0, len(tokens))
                 return None
