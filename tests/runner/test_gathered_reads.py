@@ -96,6 +96,15 @@ def test_a_prompt_says_what_it_says_where_pages_lie(
     assert report.rows_per_layer == planned.rows_per_layer
 
 
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_nothing_is_kept_behind_a_prompt(chunk: int | None, at_once: list[int]) -> None:
+    """Those who decode hold pages of the arena alone."""
+    runner = runner_of(tiny("llama"), mode="share", chunk_tokens=chunk)
+    with runner.prefill(knowledge(runner, 3), "naive", remember=False) as done:
+        assert at_once
+        assert done.kv.gathered.nbytes == 0
+
+
 def test_heads_of_several_groups_read_where_pages_lie(at_once: list[int]) -> None:
     model = tiny("llama")
     runner = runner_of(model, classes_of(model, CLASSES), mode="share")

@@ -187,6 +187,7 @@ def test_steps_read_what_lies_aside_in_few_entries(model: Any) -> None:
     prompt = [fresh(70, 1), *some, fresh(50, 2)]
     with runner.prefill(prompt, Foresight(share=0.3, draft=0), watched=False) as done:
         packed, near = done.kv.packed, len(done.request.tokens) - RECENT
+        assert done.kv.gathered.nbytes == 0
         listed, asked = packed.exact_entries(SINK), packed.step_entries(SINK)
         slots = [
             [(block, slot) for block, begin, end, _, _ in rows for slot in range(begin, end)]

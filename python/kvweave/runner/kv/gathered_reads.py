@@ -26,8 +26,13 @@ class GatheredReads:
         self._known: dict[tuple[int, int], GatheredTokens] = {}
         self._kept: tuple[int, int, torch.Tensor] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages that are kept."""
+        return 0 if self._kept is None else self._kept[2].nbytes
+
     def forget(self) -> None:
-        """Has tokens looked up anew: some lie elsewhere."""
+        """Has tokens looked up anew, for some lie elsewhere or nobody reads them now."""
         self._known, self._kept = {}, None
 
     def written(self) -> None:

@@ -138,6 +138,7 @@ class _Run:
                 self.trace.current.ended = self.clock.mark()
                 self.trace.recomputed = rows
         assert hidden is not None
+        self.kv.gathered.forget()
         self.score(hidden)
 
     def further(self, hidden: Hidden, plan: LayerPlan) -> tuple[Hidden, torch.Tensor | None, Rows]:
@@ -153,6 +154,7 @@ class _Run:
         for plan in plans:
             states = self.embed(plan.rows) if hidden is None else hidden
             hidden, _, rows = self.layer(states, plan)
+        self.kv.gathered.forget()
         self.trace.current.ended = self.clock.mark()
         if hidden is not None and plans[-1].layer + 1 == len(self.spec.layers):
             self.trace.recomputed = np.concatenate((self.trace.recomputed, rows))
