@@ -103,6 +103,8 @@ def test_nothing_is_kept_behind_a_prompt(chunk: int | None, at_once: list[int]) 
     with runner.prefill(knowledge(runner, 3), "naive", remember=False) as done:
         assert at_once
         assert done.kv.gathered.nbytes == 0
+        of_layer = len(done.request.tokens) * runner.cache.shape.page_bytes // 16
+        assert done.kv.gathered.most_bytes > of_layer * runner.spec.kv_heads
 
 
 def test_heads_of_several_groups_read_where_pages_lie(at_once: list[int]) -> None:

@@ -127,7 +127,7 @@ class _Turn:
             report = pre.report(kv, policy, trace, timings, view)
             report.mode, report.mode_reason = pre.mode_for(policy)
             report.documents = brought.sources(request.plan)
-            report.device_bytes = pre.device_bytes(report, trace, len(logits), packed)
+            report.device_bytes = pre.device_bytes(report, trace, len(logits), kv)
             exact = min(self._exact(reused), trace.exact)
             report.settled_now = reused.settle(trace.recomputed)
         except BaseException:

@@ -25,6 +25,8 @@ class GatheredReads:
         self._of = of
         self._known: dict[tuple[int, int], GatheredTokens] = {}
         self._kept: tuple[int, int, torch.Tensor] | None = None
+        # Bytes of the pages that were gathered at once, at most.
+        self.most_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -54,6 +56,7 @@ class GatheredReads:
         # The layer before is given back first.
         self._kept = None
         pages = tokens.gathered(layer, rope)
+        self.most_bytes = max(self.most_bytes, pages.nbytes)
         if not first:
             self._kept = layer, end, pages
         return tokens, pages

@@ -200,15 +200,15 @@ class PrefillContext:
             heads=self.heads.classes,
         )
 
-    def device_bytes(
-        self, report: Report, trace: Trace, logits: int, packed: PackedPrefix | None = None
-    ) -> int:
-        """The most that weights, pages and a prefill take where the model lies."""
+    def device_bytes(self, report: Report, trace: Trace, logits: int, kv: RequestKv) -> int:
+        """The most that weights, pages and a request's prefill take where the model lies."""
         working = working_bytes(
             self.spec, report.tokens, trace.most_rows, logits, len(self.heads.windows)
         )
-        if packed is not None:
-            working += packed.pool.nbytes + packed.scratch_bytes(report.tokens)
+        if kv.packed is None:
+            working += kv.gathered.most_bytes
+        else:
+            working += kv.packed.pool.nbytes + kv.packed.scratch_bytes(report.tokens)
         return resident_bytes(self.spec, self.rotary, self.pages) + working
 
     def report(

@@ -294,7 +294,7 @@ class PrefillJob:
         if context.tiers is not None:
             seconds = self._timings.prefill_s
             context.tiers.measured.note("compute", sum(report.flops.values()), seconds)
-        report.device_bytes = context.device_bytes(report, trace, len(logits), self._packed)
+        report.device_bytes = context.device_bytes(report, trace, len(logits), self._kv)
         reused = ReusedTokens.of(self._view.segments)
         report.settled_now = reused.settle(trace.recomputed)
         return Prefill(self._kv, logits, report, self._lookup, exact, reused)
