@@ -11,7 +11,7 @@ import torch
 from cached_prompts import knowledge, logits_of
 from families import tiny
 from head_maps import CLASSES, classes_of, near, runner_of
-from kvweave import ops
+from kvweave import OutOfMemory, ops
 from kvweave.policies import Foresight
 from kvweave.runner.kv import gathered_reads
 from kvweave.runner.kv.gathered_tokens import GatheredTokens
@@ -105,6 +105,26 @@ def test_nothing_is_kept_behind_a_prompt(chunk: int | None, at_once: list[int]) 
         assert done.kv.gathered.nbytes == 0
         of_layer = len(done.request.tokens) * runner.cache.shape.page_bytes // 16
         assert done.kv.gathered.most_bytes > of_layer * runner.spec.kv_heads
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_without_memory_pages_are_read_where_they_lie(
+    at: int, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, other = (runner_of(tiny("llama"), mode="share") for _ in range(2))
+    wanted, _ = logits_of(other, knowledge(other, 3), "naive")
+    made, tried = GatheredTokens.gathered, list[int]()
+
+    def short(tokens: GatheredTokens, layer: int, rope: ops.RopeTable) -> torch.Tensor:
+        tried.append(layer)
+        if layer >= at:
+            raise OutOfMemory("tokens brought together: none")
+        return made(tokens, layer, rope)
+
+    monkeypatch.setattr(GatheredTokens, "gathered", short)
+    got, _ = logits_of(runner, knowledge(runner, 3), "naive")
+    assert set(tried) == set(at_once) == set(range(len(runner.spec.layers)))
+    near(got, wanted)
 
 
 def test_heads_of_several_groups_read_where_pages_lie(at_once: list[int]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvweave import ops
+from kvweave.device_memory import needs_memory
 from kvweave.ops import Table
 from kvweave.runner.kv.layer_pages import blocks_of_layer, pages_of_layer
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
@@ -96,6 +97,9 @@ class GatheredTokens:
         """The pages of a layer that its tokens have been brought to: see `pages_of_layer`.
 
         Keys are turned to where they are read. Exact tokens come second, over packed ones.
+
+        # Errors
+        `OutOfMemory` where they do not fit beside the arena.
         """
         pages = self._pages(layer, len(self.entries))
         if self.pool is not None and len(self.blocks):
@@ -106,6 +110,7 @@ class GatheredTokens:
         self._bring(layer, pages, self.arena, self.exact_copies, rope)
         return pages
 
+    @needs_memory("tokens brought together")
     def _pages(self, layer: int, blocks: int) -> torch.Tensor:
         return pages_of_layer(self.arena, self.kv_heads, PAGE_TOKENS, layer, blocks)
 

@@ -12,7 +12,7 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
-from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull
 from kvweave.ops import Reach
 from kvweave.plan import Rows
 from kvweave.runner.kv.gathered_reads import GatheredReads, is_worth_gathering
@@ -380,7 +380,12 @@ class RequestKv:
     def attend(self, layer: int, q: torch.Tensor, rows: RowTable) -> States:
         """Attention and lse of rows q [R, H, D] over all KV up to their positions."""
         if self.is_gathered(len(rows.rows)):
-            return self.gathered.attend(layer, q, rows, self.paged(layer))
+            try:
+                return self.gathered.attend(layer, q, rows, self.paged(layer))
+            except OutOfMemory:
+                # What is packed has to be unpacked, exact pages may be read where they lie.
+                if self.packed is not None:
+                    raise
         exact = ops.attend_prefill(
             q,
             rows.positions,
