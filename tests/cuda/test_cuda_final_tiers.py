@@ -10,7 +10,6 @@ import torch
 
 from decode_batches import decoding
 from document_decoding import documents, fresh
-from families import tiny
 from kvweave import Store, ops
 from kvweave.payload import KvPayload
 from kvweave.runner import Packing, Runner, Strategy
@@ -18,7 +17,7 @@ from kvweave.runner.hand_off import take_over
 from kvweave.runner.tiers.choice import Speeds
 from packed_decoding import packed_runner, steps_of
 from ranked_pages import FULL, kinds_map, top_k
-from strategy_runners import all_is_back
+from strategy_runners import all_is_back, uneven_model
 from tiered_runners import FAST, SLOW, Stated
 from versions import needs_cuda
 
@@ -38,14 +37,7 @@ PROMPT = [fresh(70, 1), DOCS[0], fresh(30, 2), DOCS[1], fresh(50, 3)]
 
 def runner_of(of: str | list[dict[str, Any]], place: str = "cuda", **more: Any) -> Runner:
     """A runner in bf16, of whose bound some heads have a top-r format and others INT4."""
-    sizes = {"head_dim": 64, "max_position_embeddings": 8192, "num_hidden_layers": 2}
-    model = tiny("llama", **sizes)
-    for number, layer in enumerate(model.model.layers):
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            rows = projection.weight.data[64 * number :][:64]
-            rows[1:32] *= 0.02
-            rows[33:] *= 0.02
-    model = model.to(place, torch.bfloat16)
+    model = uneven_model(64).to(place, torch.bfloat16)
     plain = Runner(model, max_tokens=64, check=False, progress=False)
     strategy = Strategy(0.05, ops.top_r_candidates(64, numbers="bf16"))
     given = {"kv_dtype": Packing("int4", strategy=strategy), "max_tokens": 16384, **more}

@@ -10,12 +10,11 @@ import torch
 
 from decode_batches import decoding
 from document_decoding import documents, fresh
-from families import tiny
 from head_maps import class_map
 from kvweave import ops
 from kvweave.runner import Packing, Runner, Strategy
 from packed_decoding import packed_runner, steps_of
-from strategy_runners import all_is_back, text_of
+from strategy_runners import all_is_back, text_of, uneven_model
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -31,16 +30,9 @@ def there(place: str, numbers: str, sights: Any) -> Runner:
 
     `sights` [L, G, 2]: windows and sinks of its heads, or None.
     """
-    sizes = {"head_dim": 64, "max_position_embeddings": 8192, "num_hidden_layers": 2}
-    model = tiny("llama", **sizes)
-    for number, layer in enumerate(model.model.layers):
-        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
-            rows = projection.weight.data[64 * number :][:64]
-            rows[1:32] *= 0.02
-            rows[33:] *= 0.02
     strategy = Strategy(0.05, ops.top_r_candidates(64, numbers=numbers))
     given: dict[str, Any] = {"kv_dtype": Packing("int4", strategy=strategy), "max_tokens": 16384}
-    model = model.to(place, torch.bfloat16)
+    model = uneven_model(64).to(place, torch.bfloat16)
     if sights is not None:
         plain = Runner(model, max_tokens=64, check=False, progress=False)
         given["heads"] = class_map(np.asarray(sights, np.int32), plain.spec.fingerprint)

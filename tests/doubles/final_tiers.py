@@ -14,7 +14,7 @@ from kvweave.runner import Runner, Strategy
 from kvweave.runner.tiers.choice import Speeds
 from page_meaning import random_packing
 from strategy_runners import DIM, HEADS, LAYERS, LONG, all_is_back, runner_of
-from tiered_runners import FAST, SLOW, Stated, prompt_of
+from tiered_runners import FAST, SLOW, Stated
 
 SIGHTS = np.array([[[128, 64], [0, 0]], [[0, 0], [17, 1]]], np.int32)
 """Windows of the heads of a map, and sinks."""
@@ -40,14 +40,6 @@ def final_runner(
     assert runner.tiers is not None
     runner.tiers.measured = Stated(Speeds(host=FAST, disk=FAST, compute=SLOW))
     return runner
-
-
-def logits_of(runner: Runner, *docs: list[int], namespace: str = "") -> tuple[Any, list[str]]:
-    """What follows a prompt that has documents, and where these came from."""
-    prompt = prompt_of(*docs, namespace=namespace)
-    with runner.prefill(prompt, "naive", remember=False, watched=False) as done:
-        found = [one.source for one in done.report.documents[1:-1]]
-        return runner.extend(done, list(range(200, 230))), found
 
 
 def leave_the_device(runner: Runner) -> None:

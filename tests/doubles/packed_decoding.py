@@ -95,6 +95,20 @@ class PackedDecoding:
         return unseen(row, at, self.sights, layer, len(query) // len(key))
 
 
+class SeenDecoding(PackedDecoding):
+    """A model's own decoding that keeps what attention has been given, layer by layer."""
+
+    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
+        self.seen: list[list[torch.Tensor]] = []
+        return super().prefill(tokens, chunk)
+
+    def _attend(
+        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
+    ) -> Any:
+        self.seen.append([part[0].detach() for part in (query, key, value)])
+        return super()._attend(module, query, key, value, mask, **named)
+
+
 def unseen(row: torch.Tensor, at: torch.Tensor, sights: Any, layer: int, group: int) -> Any:
     """Which tokens [T] rows [R, 1] do not see, bool [R, T], or [H, R, T] by heads with windows."""
     hidden = at > row

@@ -25,16 +25,16 @@ LONG = 2500
 BLOCKS = -(-LONG // 64)
 
 
-def uneven_model() -> Any:
-    """One whose heads differ: of either layer one has keys and values of few directions."""
-    made = tiny("llama", **SIZES)
+def uneven_model(dim: int = DIM) -> Any:
+    """One whose heads of D channels differ: in either layer one has few directions."""
+    made = tiny("llama", **{**SIZES, "head_dim": dim})
     for number, layer in enumerate(made.model.layers):
-        own = slice(DIM * number, DIM * (number + 1))
+        own = slice(dim * number, dim * (number + 1))
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
             rows = projection.weight.data[own]
             # Two channels, which RoPE turns into each other, and little of the others.
-            rows[1 : DIM // 2] *= 0.02
-            rows[DIM // 2 + 1 :] *= 0.02
+            rows[1 : dim // 2] *= 0.02
+            rows[dim // 2 + 1 :] *= 0.02
     return made
 
 

@@ -51,6 +51,16 @@ def prompt_of(*documents: list[int], namespace: str = "") -> list[Any]:
     return [Segment(tokens=FIRST, namespace="fresh"), *marked, Segment(tokens=LAST)]
 
 
+def logits_behind(
+    runner: Runner, *documents: list[int], namespace: str = "", said: int = 30
+) -> tuple[Any, list[str]]:
+    """Logits of so many tokens behind a prompt with documents, and where these came from."""
+    prompt = prompt_of(*documents, namespace=namespace)
+    with runner.prefill(prompt, "naive", remember=False, watched=False) as done:
+        found = [one.source for one in done.report.documents[1:-1]]
+        return runner.extend(done, list(range(200, 200 + said))), found
+
+
 def answer(runner: Runner, *documents: list[int], policy: str = "naive", **more: Any) -> Any:
     """What a runner says to documents that are marked, remembering nothing of the prompt."""
     options: dict[str, Any] = {"max_new_tokens": 8, "stop": (), "remember": False, **more}

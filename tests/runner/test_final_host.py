@@ -10,14 +10,14 @@ import torch
 
 from decode_batches import decoding
 from families import random_tokens
-from final_tiers import DOC, SHORT, SIGHTS, final_runner, leave_the_device, logits_of, same
+from final_tiers import DOC, SHORT, SIGHTS, final_runner, leave_the_device, same
 from kvweave import InvalidArgument, OutOfMemory
 from kvweave.cache import KvRequest
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.host_documents import HostDocuments
 from packed_decoding import steps_of
 from strategy_runners import BLOCKS, LONG, all_is_back, held_back, text_of, uneven_model
-from tiered_runners import prompt_of
+from tiered_runners import logits_behind, prompt_of
 
 MUCH = 1 << 23
 
@@ -41,14 +41,14 @@ def test_documents_come_back_as_they_were(model: Any, kind: str, sights: Any) ->
     runner.flush()
     assert len(report.formats) > 1
     asked = [(DOC, SHORT), (SHORT, DOC)]
-    wanted = [logits_of(runner, *docs)[0] for docs in asked]
+    wanted = [logits_behind(runner, *docs)[0] for docs in asked]
     kept = runner.packed.stats()["final_bytes"]
     for order, logits in zip(asked, wanted, strict=True):
         leave_the_device(runner)
-        got, found = logits_of(runner, *order)
+        got, found = logits_behind(runner, *order)
         assert found == ["host", "host"]
         assert same(got, logits)
-        assert logits_of(runner, *order)[1] == ["device", "device"]
+        assert logits_behind(runner, *order)[1] == ["device", "device"]
     assert runner.packed.stats()["final_bytes"] == kept
     assert runner.packing_stats()["final"] + runner.packing_stats()["kept"] == 2
     leave_the_device(runner)
@@ -59,7 +59,7 @@ def test_what_is_not_final_comes_back_as_it_was_packed_first(model: Any, monkeyp
     runner = final_runner(model, "int4", 0.3, document_bytes=MUCH)
     with held_back(monkeypatch) as go:
         report = runner.encode(DOC, "long").packing
-        wanted, found = logits_of(runner, DOC)
+        wanted, found = logits_behind(runner, DOC)
         assert found == ["device"]
         runner.delete("long")
         go.set()
@@ -68,10 +68,10 @@ def test_what_is_not_final_comes_back_as_it_was_packed_first(model: Any, monkeyp
     report = runner.encode(SHORT, "short").packing
     runner.flush()
     assert report.why == "as little is lost in the pool's format, which has no more bytes"
-    alone = logits_of(runner, SHORT)[0]
+    alone = logits_behind(runner, SHORT)[0]
     leave_the_device(runner)
     for doc, logits in ((DOC, wanted), (SHORT, alone)):
-        got, found = logits_of(runner, doc)
+        got, found = logits_behind(runner, doc)
         assert found == ["host"]
         assert same(got, logits)
     assert runner.packed.stats()["final_blocks"] == 0
@@ -82,12 +82,12 @@ def test_one_that_is_inserted_again_comes_from_the_host(model: Any) -> None:
     runner = final_runner(model, document_bytes=MUCH)
     runner.insert(DOC, "long")
     runner.flush()
-    wanted = logits_of(runner, DOC)[0]
+    wanted = logits_behind(runner, DOC)[0]
     leave_the_device(runner)
     runner.insert(DOC, "again")
     runner.forget("")
     assert text_of(runner).held.length == LONG
-    got, found = logits_of(runner, DOC)
+    got, found = logits_behind(runner, DOC)
     assert found == ["device"]
     assert same(got, wanted)
     assert runner.packing_stats()["final"] == 1
@@ -106,11 +106,11 @@ def test_what_is_cached_makes_room_for_what_comes(model: Any) -> None:
     for number, doc in enumerate(docs):
         runner.insert(doc, str(number))
         runner.flush()
-        wanted.append(logits_of(runner, doc)[0])
+        wanted.append(logits_behind(runner, doc)[0])
         leave_the_device(runner)
     size, sources = runner.packed.final.most_bytes, []
     for number in (0, 1, 2, 0, 3, 0, 1, 2, 3):
-        got, found = logits_of(runner, docs[number])
+        got, found = logits_behind(runner, docs[number])
         assert found in (["host"], ["device"])
         sources.append(found[0])
         assert same(got, wanted[number])
@@ -118,11 +118,11 @@ def test_what_is_cached_makes_room_for_what_comes(model: Any) -> None:
     assert len(runner.packed.final.texts) == 2
     assert sources == ["host"] * 3 + ["host", "host", "device", "host", "host", "host"]
     first = np.asarray(docs[0], np.int32)
-    logits_of(runner, docs[0])
-    logits_of(runner, docs[1])
+    logits_behind(runner, docs[0])
+    logits_behind(runner, docs[1])
     runner.insert(docs[0], "stays")
     for number in (1, 2, 3, 2, 1):
-        assert same(logits_of(runner, docs[number])[0], wanted[number])
+        assert same(logits_behind(runner, docs[number])[0], wanted[number])
         assert runner.packed.final.text_of(first, "", runner._prefiller.rotary.regime(300))
     runner.delete("stays")
     runner.forget("")
@@ -143,7 +143,7 @@ def test_one_without_room_is_computed_and_who_reads_goes_on(model: Any) -> None:
         logits = steps_of(runner, sequence, 3)
         fit = runner.packed.final.most_bytes // text_of(runner).nbytes
         assert fit == 1
-        got, found = logits_of(runner, docs[1])
+        got, found = logits_behind(runner, docs[1])
         assert found == ["computed"]
         assert got.isfinite().all()
         logits += steps_of(runner, sequence, 5)
@@ -196,7 +196,7 @@ def test_without_memory_for_it_a_document_is_computed(model: Any, monkeypatch: A
     runner = final_runner(model, document_bytes=MUCH)
     runner.insert(DOC, "long")
     runner.flush()
-    wanted = logits_of(runner, DOC)[0]
+    wanted = logits_behind(runner, DOC)[0]
     leave_the_device(runner)
     read, count = HostDocuments.read, 0
 
@@ -210,11 +210,11 @@ def test_without_memory_for_it_a_document_is_computed(model: Any, monkeypatch: A
     with monkeypatch.context() as patched:
         patched.setattr(HostDocuments, "read", fails)
         with pytest.warns(match="is refused: documents: expected"):
-            got, found = logits_of(runner, DOC)
+            got, found = logits_behind(runner, DOC)
     assert found == ["computed"]
     assert got.isfinite().all()
     assert all_is_back(runner)
-    got, found = logits_of(runner, DOC)
+    got, found = logits_behind(runner, DOC)
     assert found == ["host"]
     assert same(got, wanted)
 
@@ -224,7 +224,7 @@ def test_who_is_interrupted_midway_leaves_nothing(model: Any, monkeypatch: Any, 
     runner = final_runner(model, document_bytes=MUCH)
     runner.insert(DOC, "long")
     runner.flush()
-    wanted = logits_of(runner, DOC)[0]
+    wanted = logits_behind(runner, DOC)[0]
     leave_the_device(runner)
 
     def stops(*_given: Any, **_named: Any) -> None:
@@ -251,9 +251,9 @@ def test_who_is_interrupted_midway_leaves_nothing(model: Any, monkeypatch: Any, 
         else:
             patched.setattr(final, "_cache", Stopping(final._cache))
         with pytest.raises(KeyboardInterrupt):
-            logits_of(runner, DOC)
+            logits_behind(runner, DOC)
     assert all_is_back(runner)
-    got, found = logits_of(runner, DOC)
+    got, found = logits_behind(runner, DOC)
     assert found == ["host"]
     assert same(got, wanted)
 
@@ -278,7 +278,7 @@ def test_documents_come_and_go_within_their_bytes(model: Any, eviction: str) -> 
         number = turn % len(docs) if turn < len(docs) else int(generator.integers(len(docs)))
         doc = docs[number]
         there = host._kept.keys()
-        got, found = logits_of(runner, doc)
+        got, found = logits_behind(runner, doc)
         if number in wanted and found == ["host"]:
             assert same(got, wanted[number])
         if turn >= len(docs):
@@ -286,7 +286,7 @@ def test_documents_come_and_go_within_their_bytes(model: Any, eviction: str) -> 
         assert (found == ["host"]) <= any(key[2] == bytes_of(doc) for key in there)
         runner.insert(doc, str(number))
         runner.flush()
-        wanted[number] = logits_of(runner, doc)[0]
+        wanted[number] = logits_behind(runner, doc)[0]
         leave_the_device(runner)
         host.cache.check()
         check_slots(host)
@@ -318,12 +318,12 @@ def test_documents_that_begin_alike_are_kept_side_by_side(model: Any) -> None:
     for number, doc in enumerate(docs):
         runner.insert(doc, str(number))
         runner.flush()
-        wanted.append(logits_of(runner, doc)[0])
+        wanted.append(logits_behind(runner, doc)[0])
         leave_the_device(runner)
     host = runner.tiers.host
     for _ in range(2):
         for doc, logits in zip(docs, wanted, strict=True):
-            got, found = logits_of(runner, doc)
+            got, found = logits_behind(runner, doc)
             assert found == ["host"]
             assert same(got, logits)
             leave_the_device(runner)
@@ -344,10 +344,10 @@ def test_one_that_is_larger_than_all_of_it_is_not_kept(model: Any) -> None:
     runner.insert(DOC, "long")
     runner.insert(SHORT, "short")
     runner.flush()
-    wanted = logits_of(runner, SHORT)[0]
+    wanted = logits_behind(runner, SHORT)[0]
     leave_the_device(runner)
-    assert logits_of(runner, DOC)[1] == ["computed"]
-    got, found = logits_of(runner, SHORT)
+    assert logits_behind(runner, DOC)[1] == ["computed"]
+    got, found = logits_behind(runner, SHORT)
     assert found == ["host"]
     assert same(got, wanted)
     assert runner.tiers.stats()["documents"]["not on host"] == 1
@@ -358,12 +358,12 @@ def test_a_namespace_that_is_forgotten_is_gone_from_both(model: Any) -> None:
     runner.insert(DOC, "long", "mine")
     runner.flush()
     leave_the_device(runner)
-    assert logits_of(runner, DOC)[1] == ["computed"]
-    assert logits_of(runner, DOC, namespace="mine")[1] == ["host"]
+    assert logits_behind(runner, DOC)[1] == ["computed"]
+    assert logits_behind(runner, DOC, namespace="mine")[1] == ["host"]
     assert runner.packed.stats()["final_blocks"] == BLOCKS
     runner.forget("mine")
     assert runner.packed.stats()["final_blocks"] == 0
-    assert logits_of(runner, DOC, namespace="mine")[1] == ["computed"]
+    assert logits_behind(runner, DOC, namespace="mine")[1] == ["computed"]
     assert all_is_back(runner)
 
 

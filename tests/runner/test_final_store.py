@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from final_tiers import DOC, SHORT, SIGHTS, final_runner, leave_the_device, logits_of, same
+from final_tiers import DOC, SHORT, SIGHTS, final_runner, leave_the_device, same
 from kvweave import PoolFull, Store, StoreDegraded, ops
 from kvweave.runner import Packing, Runner, Strategy
 from kvweave.runner.tiers import final_form, packed_form
@@ -28,7 +28,7 @@ from strategy_runners import (
     text_of,
     uneven_model,
 )
-from tiered_runners import prompt_of
+from tiered_runners import logits_behind, prompt_of
 
 PAGES = LAYERS * HEADS
 
@@ -44,7 +44,7 @@ def stored(model: Any, folder: Path, doc: list[int] = DOC, **settings: Any) -> t
     runner.insert(doc, "one")
     runner.flush()
     assert text_of(runner).parts
-    return runner, logits_of(runner, doc)[0]
+    return runner, logits_behind(runner, doc)[0]
 
 
 @pytest.mark.parametrize("sights", [None, SIGHTS])
@@ -58,20 +58,20 @@ def test_a_runner_that_starts_again_reads_its_store(
     first.insert(SHORT, "short")
     first.flush()
     assert len(report.formats) > 1
-    wanted = logits_of(first, DOC, SHORT)[0]
+    wanted = logits_behind(first, DOC, SHORT)[0]
     again = final_runner(model, kind, **given)
     assert {segment.name for segment in again.restore()} == {"long", "short"}
     for name in ("final_blocks", "final_bytes", "most_lost", "over_bound"):
         assert again.packed.stats()[name] == first.packed.stats()[name]
-    got, found = logits_of(again, DOC, SHORT)
+    got, found = logits_behind(again, DOC, SHORT)
     assert found == ["device", "device"]
     assert same(got, wanted)
     unnamed = final_runner(model, kind, **given, document_bytes=1 << 23)
-    got, found = logits_of(unnamed, SHORT, DOC)
+    got, found = logits_behind(unnamed, SHORT, DOC)
     assert found == ["disk", "disk"]
-    assert same(got, logits_of(first, SHORT, DOC)[0])
+    assert same(got, logits_behind(first, SHORT, DOC)[0])
     leave_the_device(unnamed)
-    got, found = logits_of(unnamed, DOC, SHORT)
+    got, found = logits_behind(unnamed, DOC, SHORT)
     assert found == ["host", "host"]
     assert same(got, wanted)
     for runner in (first, again, unnamed):
@@ -84,12 +84,12 @@ def test_what_is_not_final_is_kept_as_it_was_packed_first(
     first = final_runner(model, "int4", store=tmp_path)
     with held_back(monkeypatch) as go:
         first.insert(DOC, "long")
-        wanted = logits_of(first, DOC)[0]
+        wanted = logits_behind(first, DOC)[0]
         first.delete("long")
         go.set()
         first.flush()
     again = final_runner(model, "int4", store=tmp_path)
-    got, found = logits_of(again, DOC)
+    got, found = logits_behind(again, DOC)
     assert found == ["disk"]
     assert same(got, wanted)
     assert again.packed.stats()["final_blocks"] == 0
@@ -104,13 +104,13 @@ def test_a_store_that_is_named_has_it_when_insert_returns(model: Any, tmp_path: 
         assert [name for _, name, _ in store.documents("")] == ["long"]
         assert [one.cost for one in store.list()] == [runner._knowledge._form.flops(0, len(DOC))]
     assert runner.packing_stats()["final"] == 1
-    wanted = logits_of(runner, DOC)[0]
+    wanted = logits_behind(runner, DOC)[0]
     for store in stores:
         other = final_runner(model, document_bytes=1 << 23)
         other.insert(DOC, "long", store=store)
         assert other.packing_stats()["final"] == 0
         assert text_of(other).nbytes == text_of(runner).nbytes
-        assert same(logits_of(other, DOC)[0], wanted)
+        assert same(logits_behind(other, DOC)[0], wanted)
         other.insert(DOC, "twice", store=store)
         assert len(other.packed.final.texts) == 1
         leave_the_device(other)
@@ -131,19 +131,19 @@ def test_other_strategies_formats_and_namespaces_find_nothing(model: Any, tmp_pa
     ]
     for packing in others:
         other = final_runner(model, store=tmp_path, kv_dtype=packing)
-        assert logits_of(other, DOC, namespace="mine")[1] == ["computed"]
+        assert logits_behind(other, DOC, namespace="mine")[1] == ["computed"]
         with pytest.warns(StoreDegraded, match="layout"):
             assert other.restore(namespace="mine") == []
     # A share of room is none of these, and an order of the same candidates is another strategy's.
     alike = Packing("int4", strategy=Strategy(0.13, found, final_share=0.9))
     same_one = final_runner(model, store=tmp_path, kv_dtype=alike)
-    assert logits_of(same_one, DOC)[1] == ["computed"]
-    assert logits_of(same_one, DOC, namespace="mine")[1] == ["disk"]
+    assert logits_behind(same_one, DOC)[1] == ["computed"]
+    assert logits_behind(same_one, DOC, namespace="mine")[1] == ["disk"]
     assert text_of(same_one).nbytes == text_of(first).nbytes
     plain = final_runner(model, store=tmp_path, kv_dtype=Packing("int4"))
     plain.insert(SHORT, "short")
     plain.flush()
-    assert logits_of(first, SHORT)[1] == ["computed"]
+    assert logits_behind(first, SHORT)[1] == ["computed"]
 
 
 @pytest.mark.parametrize("module", [final_form, packed_form])
@@ -154,10 +154,10 @@ def test_shards_of_another_layout_find_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(module, "VERSION", module.VERSION + 1)
         later = final_runner(model, store=tmp_path)
-        assert logits_of(later, SHORT)[1] == ["computed"]
+        assert logits_behind(later, SHORT)[1] == ["computed"]
         with pytest.warns(StoreDegraded, match="layout"):
             assert later.restore() == []
-    got, found = logits_of(final_runner(model, store=tmp_path), SHORT)
+    got, found = logits_behind(final_runner(model, store=tmp_path), SHORT)
     assert found == ["disk"]
     assert same(got, wanted)
 
@@ -178,7 +178,7 @@ def test_shards_that_were_spoiled_are_refused(model: Any, tmp_path: Path) -> Non
             runner = final_runner(model, store=tmp_path)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", StoreDegraded)
-                got, found = logits_of(runner, SHORT)
+                got, found = logits_behind(runner, SHORT)
             # Bytes between parts say nothing.
             assert found == ["computed"] or same(got, wanted)
             assert got.isfinite().all()
@@ -273,7 +273,7 @@ def refused(model: Any, folder: Path, said: str) -> None:
     """That a runner computes the store's document, and says why."""
     runner = final_runner(model, store=folder)
     with pytest.warns(StoreDegraded, match=said):
-        got, found = logits_of(runner, DOC)
+        got, found = logits_behind(runner, DOC)
     assert found == ["computed"]
     assert got.isfinite().all()
     with pytest.warns(StoreDegraded, match=said):
@@ -320,12 +320,12 @@ def test_pages_of_any_bytes_are_read(model: Any, tmp_path: Path) -> None:
         spoil(folder, document, changed)
         other = final_runner(model, store=folder)
         other.restore()
-        logits_of(other, DOC)
+        logits_behind(other, DOC)
         other.insert(SHORT, "short")
         other.flush()
-        assert logits_of(other, SHORT)[0].isfinite().all()
+        assert logits_behind(other, SHORT)[0].isfinite().all()
         leave_the_device(other)
-    assert same(logits_of(runner, DOC)[0], wanted)
+    assert same(logits_behind(runner, DOC)[0], wanted)
 
 
 # ---- room ---------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_pages_of_any_bytes_are_read(model: Any, tmp_path: Path) -> None:
 def test_one_without_room_is_computed_or_refused(model: Any, tmp_path: Path) -> None:
     stored(model, tmp_path, kind="int8", bound=0.9)
     small = final_runner(model, "int8", 0.9, 0.01, store=tmp_path)
-    got, found = logits_of(small, DOC)
+    got, found = logits_behind(small, DOC)
     assert found == ["computed"]
     assert got.isfinite().all()
     with pytest.raises(PoolFull, match=r"packed documents: expected room for \d+ bytes"):
@@ -356,7 +356,7 @@ def test_a_document_in_a_basis_that_has_no_room_is_computed(
         first.flush()
     packing, _ = random_packing("half-int4", PAGES, DIM, 2)
     other = final_runner(model, store=tmp_path, kv_dtype=replace(packing, strategy=of))
-    got, found = logits_of(other, SHORT)
+    got, found = logits_behind(other, SHORT)
     assert found == ["computed"]
     assert got.isfinite().all()
     with pytest.raises(PoolFull, match="bases: expected room for one more"):

@@ -17,7 +17,7 @@ from kvweave.runner.tiers import packed_form
 from kvweave.runner.tiers.choice import Speeds
 from packed_decoding import nothing_is_held, packed_runner
 from page_meaning import random_packing
-from tiered_runners import FAST, SLOW, Stated, prompt_of
+from tiered_runners import FAST, SLOW, Stated, logits_behind
 
 SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
 SHORT = random_tokens(200, 2).tolist()
@@ -45,11 +45,8 @@ def tiered(model: Any, kind: str, seed: int = 1, **settings: Any) -> Runner:
 
 
 def logits_of(runner: Runner, *docs: list[int], namespace: str = "") -> tuple[Any, list[str]]:
-    """What follows a prompt that has documents, and where these came from."""
-    prompt = prompt_of(*docs, namespace=namespace)
-    with runner.prefill(prompt, "naive", remember=False, watched=False) as done:
-        found = [one.source for one in done.report.documents[1:-1]]
-        return runner.extend(done, list(range(200, 260))), found
+    """Behind documents the logits of 60 tokens, and where these came from."""
+    return logits_behind(runner, *docs, namespace=namespace, said=60)
 
 
 def leave_the_device(runner: Runner) -> None:

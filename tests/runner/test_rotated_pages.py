@@ -13,9 +13,14 @@ from document_decoding import DocumentDecoding, documents, fresh, insert_all
 from families import random_tokens, tiny
 from kvweave import InvalidArgument, ops
 from kvweave.runner import Packing
-from kvweave.runner.kv.packed_prefix import QUERY_ROWS
-from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
-from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
+from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNROTATED
+from packed_decoding import (
+    PackedDecoding,
+    SeenDecoding,
+    nothing_is_held,
+    packed_runner,
+    steps_of,
+)
 from page_meaning import UNNAMED, Layer, of_format, random_packing
 from ranked_pages import logits_of_steps
 
@@ -177,24 +182,10 @@ def test_the_shared_basis_is_made_of_the_first_tokens(name: str, model: Any) -> 
     assert nothing_is_held(runner)
 
 
-class Seen(PackedDecoding):
-    """A model's own decoding that keeps what attention has been given, layer by layer."""
-
-    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
-        self.seen: list[list[torch.Tensor]] = []
-        return super().prefill(tokens, chunk)
-
-    def _attend(
-        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
-    ) -> Any:
-        self.seen.append([part[0].detach() for part in (query, key, value)])
-        return super()._attend(module, query, key, value, mask, **named)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shared_basis_is_of_a_models_own_keys_values_and_queries(name: str, model: Any) -> None:
     """Of whole pages of the first prompt, and every tenth of its rows' queries."""
-    tokens, own = random_tokens(10 * QUERY_ROWS, 4), Seen(model, meaning=None)
+    tokens, own = random_tokens(10 * QUERY_ROWS, 4), SeenDecoding(model, meaning=None)
     own.prefill(tokens, 2048)
     runner = packed_runner(model, kv_dtype=name)
     runner.prefill(tokens, "full").release()

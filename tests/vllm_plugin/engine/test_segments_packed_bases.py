@@ -20,9 +20,8 @@ from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 from kvweave.policies import Full
-from kvweave.runner.kv.packed_prefix import QUERY_ROWS
-from kvweave.runner.kv.pool_bases import SHARED, SHARED_TOKENS, UNROTATED
-from packed_decoding import PackedDecoding
+from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNROTATED
+from packed_decoding import SeenDecoding
 from page_meaning import of_format
 from versions import needs_cuda
 from vllm_packed_store import DIM, HEADS, INV_FREQ, LAYERS, PAGE, Engine, expect_top_r, turned
@@ -144,23 +143,9 @@ def test_a_document_that_is_encoded_makes_the_basis(kind: str) -> None:
         assert torch.equal(*pages)
 
 
-class Seen(PackedDecoding):
-    """A model's own decoding that keeps what attention has been given, layer by layer."""
-
-    def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
-        self.seen: list[list[torch.Tensor]] = []
-        return super().prefill(tokens, chunk)
-
-    def _attend(
-        self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any
-    ) -> Any:
-        self.seen.append([part[0].detach() for part in (query, key, value)])
-        return super()._attend(module, query, key, value, mask, **named)
-
-
 def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -> None:
     """Of a model's own keys, values and queries, as transformers' attention has them."""
-    tokens, own = text(8 * PAGE, 4), Seen(tiny("llama", **SIZES), meaning=None)
+    tokens, own = text(8 * PAGE, 4), SeenDecoding(tiny("llama", **SIZES), meaning=None)
     own.prefill(tokens, len(tokens))
     with segments(checkpoint("llama", **SIZES), settings(segment_dtype="planes-3")) as (llm, seen):
         KnowledgeBase(llm.collective_rpc).insert("one", tokens)

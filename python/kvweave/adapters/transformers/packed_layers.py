@@ -10,13 +10,13 @@ import torch
 
 from kvweave import ops
 from kvweave.runner.kv.packed_pool import PackedPool, on_host
-from kvweave.runner.kv.packed_prefix import QUERY_ROWS
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
     SHARED,
     SHARED_TOKENS,
     UNROTATED,
     needs_steps,
+    some_queries,
 )
 from kvweave.runner.kv.tables import Int32, send
 
@@ -59,7 +59,7 @@ class LayerBases:
         """
         moments = self._moments[layer]
         if moments is not None and needs_steps(self._format):
-            some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
+            some = some_queries(q)
             moments.add_queries(some, first=0, kv_heads=self._heads)
 
     def assign(self, layer: int, exact: torch.Tensor, packs: Int32) -> None:

@@ -30,16 +30,13 @@ from kvweave.runner.kv.packed_pool import (
     SINK_TOKENS,
     PackedPool,
 )
-from kvweave.runner.kv.pool_bases import needs_steps
+from kvweave.runner.kv.pool_bases import needs_steps, some_queries
 from kvweave.runner.kv.rows_in_place import attend_in_place, reads_in_place
 from kvweave.runner.kv.states import States, merged_states
 from kvweave.runner.kv.tables import Int32, RowTable, send
 from kvweave.runner.kv.turned_rows import LayerBasis, attend_turned
 from kvweave.runner.model.layer_spec import LayerSpec, Scores
 from kvweave.runner.report import PackedReport
-
-QUERY_ROWS = 64
-"""Rows of a chunk whose queries are taken note of, at most."""
 
 
 class PageCopy(Protocol):
@@ -182,7 +179,7 @@ class PackedPrefix:
         shared = self.pool.bases if self.pool.bases and self.pool.bases.wants_queries else None
         takers = [taker for taker in (shared, self.copy) if taker is not None]
         if takers:
-            some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
+            some = some_queries(q)
             heads = self.pool.kv_heads
             for taker in takers:
                 taker.add_queries(some, layer * heads, heads)

@@ -43,6 +43,10 @@ SHARED_TOKENS = 512
 """Tokens that the shared basis is made of, at least, where none is given."""
 
 
+QUERY_ROWS = 64
+"""Rows of a chunk whose queries are taken note of, at most."""
+
+
 def basis_shape(of: ops.PackedFormat, pages: int) -> tuple[int, ...]:
     """The shape of a basis of blocks of so many pages; () for a format that is packed in none."""
     return () if of.basis_rows is None else (pages, 2, of.basis_rows, of.head_dim)
@@ -57,6 +61,11 @@ def basis_bytes(of: ops.PackedFormat, pages: int) -> int:
 def needs_steps(of: ops.PackedFormat) -> bool:
     """Whether every block needs a basis made of tokens, as codes have their steps there alone."""
     return of.kind == "planes"
+
+
+def some_queries(q: torch.Tensor) -> torch.Tensor:
+    """Of a chunk's queries [R, H, D] those that are taken note of, f32 on the host."""
+    return q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
 
 
 def check_basis(packing: Packing, of: ops.PackedFormat, pages: int) -> None:

@@ -40,8 +40,7 @@ from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
 from kvweave.runner.kv.packed_pool import on_host
-from kvweave.runner.kv.packed_prefix import QUERY_ROWS
-from kvweave.runner.kv.pool_bases import UNROTATED, PoolBases, basis_shape
+from kvweave.runner.kv.pool_bases import UNROTATED, PoolBases, basis_shape, some_queries
 
 LEAST_TOKENS, MOST_TOKENS = 64, 256
 """Of a packed page; the steps of a page's keys are shared by its tokens."""
@@ -214,8 +213,7 @@ class PackedSegmentStore(SegmentStore):
     def _take_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Has a basis that is still to be made spend its bits by what these queries read."""
         assert self.bases is not None
-        some = q[:: -(-len(q) // QUERY_ROWS)].float().cpu().contiguous()
-        self.bases.add_queries(some, first, kv_heads)
+        self.bases.add_queries(some_queries(q), first, kv_heads)
 
     def _exact(self, tokens: int) -> tuple[KvCache, torch.Tensor]:
         """A cache of exact pages with room for a text, and the pages."""
