@@ -336,10 +336,12 @@ def _scored(layer: Layer, clock: DeviceClock, effort: Effort, ceilings: Ceilings
 def at_cadence(layer: Layer, every: int, clock: DeviceClock, effort: Effort) -> list[Row]:
     """What a layer's scores, choice and attention take where a quarter is ranked at every step.
 
-    All are ranked in one of `every` steps. A quarter of the requests scores as many pages as a
-    quarter of the heads of each does. Beside it, attention to all pages.
+    All are ranked in one of `every` steps, by bounds of the keys' dtype as steps on a GPU have
+    them. A quarter of the requests scores as many pages as a quarter of the heads of each does.
+    Beside it, attention to all pages.
     """
     layer.check()
+    layer = replace(layer, bounds=layer.keys)
     kept, quarter = layer.gather(), layer.part(max(1, layer.requests // 4))
 
     def some() -> torch.Tensor:

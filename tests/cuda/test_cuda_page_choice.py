@@ -193,7 +193,7 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_by_keys_alone_are_those_by_bounds_in_f32(shape, dtype, generator) -> None:
     """Bounds that keys of the queries' dtype have are exact in that dtype."""
-    for turns in ((0,), (3, -2, 0, 7, 900_000)):
+    for turns in ((0,), (77,), (3, -2, 0, 7, 900_000)):
         call = Scored.of([200, 0, 1, 63, 65], *shape, generator, dtype, turns)
         call.bounds = call.bounds.to(dtype).float()
         call.bounds[call.entries[3, 0].item(), 0, shape[2] - 1] = torch.nan
@@ -274,6 +274,38 @@ def test_a_score_is_the_same_whoever_else_is_scored(generator) -> None:
     assert torch.equal(call.there(width=389)[0][0], together[1, :, 111:])
 
 
+@pytest.mark.parametrize("bounds", [torch.bfloat16, torch.float8_e4m3fn])
+def test_products_are_the_same_whoever_else_is_scored(bounds, generator) -> None:
+    """Of 16 and 8 bits; of many rows a thread block has several windows of 64 entries."""
+    lengths = [300, 650, 20, 0, *[640] * 150]
+    call = Scored.of(lengths, 2, 8, 128, generator, torch.bfloat16, (0, 300, 0, -7))
+    call.bounds[call.entries[330, 0].item(), 0, 3] = torch.nan
+    call.bounds[call.entries[340, 0].item(), 1, 5] = 300.0 if bounds.itemsize == 1 else torch.inf
+    call.bounds[call.entries[340, 0].item(), 0, 6] = torch.nan
+    kept = call.bounds[:, :2].to(bounds).cuda().contiguous()
+    scales = torch.full((len(kept),), 127, dtype=torch.uint8, device="cuda")
+    pages = replace(
+        call.pages("cuda"), bounds=kept, scales=scales if bounds.itemsize == 1 else None
+    )
+
+    def scored(first: int, last: int, begin: int, end: int) -> torch.Tensor:
+        """Scores of some requests, whose entries are those from `begin` to `end` of all."""
+        offsets = (call.offsets[first : last + 1] - begin).clamp(0, end - begin).cuda()
+        q, entries = call.q[first:last].cuda(), call.entries[begin:end].cuda()
+        return ops.score_pages(q, entries, pages, entry_offsets=offsets, width=700)[0]
+
+    together = scored(0, len(lengths), 0, len(call.entries))
+    assert torch.isnan(together[1, 0, :50]).any()
+    bits = together.view(torch.int32)
+    alone = scored(1, 2, 300, 950).view(torch.int32)
+    assert torch.equal(alone[0], bits[1])
+    # From another entry on: in other windows, beside other pages.
+    later = scored(1, 2, 300 + 11, 950).view(torch.int32)
+    assert torch.equal(later[0, :, : 650 - 11], bits[1, :, 11:650])
+    last = scored(len(lengths) - 1, len(lengths), len(call.entries) - 640, len(call.entries))
+    assert torch.equal(last[0].view(torch.int32), bits[-1])
+
+
 def test_nan_and_infinities_reach_the_score(generator) -> None:
     call = Scored.of([70], 2, 4, 128, generator)
     call.bounds[call.entries[3, 0].item(), 0, 127] = torch.nan
@@ -352,7 +384,7 @@ def test_what_is_chosen_on_the_device_is_what_the_host_chooses(generator) -> Non
 def test_scores_by_fp8_bounds_are_the_hosts(shape, dtype, generator) -> None:
     """Head dims that are no multiple of 16, whose vectors begin on boundaries of 8 bytes."""
     for score, vectors in (("min-max", 2), ("mean", 1)):
-        for turns in ((0,), (3, -2, 0, 7, 900_000)):
+        for turns in ((0,), (77,), (3, -2, 0, 7, 900_000)):
             call = Scored.of([200, 0, 1, 63, 65], *shape, generator, dtype, turns)
             rows = len(call.bounds)
             kept = call.bounds[:, :2] if vectors == 2 else call.bounds[:, 2:]

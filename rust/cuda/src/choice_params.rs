@@ -34,7 +34,7 @@ pub(crate) struct ScorePagesParams {
     /// Without heads: the page of KV head 0.
     pub(crate) first_rank: u32,
     pub(crate) width: u32,
-    /// Thread blocks of a row of scores.
+    /// Thread blocks of a row of scores, which share its windows of 64 entries.
     pub(crate) chunks: u32,
     /// Whether scores of the query heads of a KV head are summed; else the highest counts.
     pub(crate) summed: u32,

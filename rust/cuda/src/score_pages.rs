@@ -12,8 +12,18 @@ use crate::operands::{DeviceRows, DeviceTensor, blocks_of, long, name_of, narrow
 use crate::paged::DeviceReach;
 
 const THREADS: u32 = 256;
-/// Entries that a thread block scores: `kEntries` of the kernel.
-const ENTRIES: usize = 64;
+/// Of a kernel that multiplies by tensor cores: `kTileThreads`.
+const TILE_THREADS: u32 = 128;
+/// Query heads of a KV head that it has room for in products: `kTileQueries` · `kMostTiles`.
+const TILED_QUERIES: usize = 16;
+/// Queries of one product: `kTileQueries`.
+const TILE_QUERIES: usize = 4;
+/// Entries that are scored together: `kWindow` of the kernel.
+const WINDOW: usize = 64;
+/// Windows that a thread block has at most: what it begins with takes it as long as one of them.
+const MOST_WINDOWS: usize = 16;
+/// Thread blocks of a processor, beyond which each has more windows.
+const BLOCKS: usize = 4;
 /// Largest head dims of the kernels.
 const DIMS: [usize; 3] = [64, 128, 256];
 
@@ -82,16 +92,16 @@ impl CudaBackend {
     /// `InvalidArgument` for shapes that do not belong together, `Unsupported` for what the kernel
     /// does not do, `Driver` when the launch fails.
     pub unsafe fn score_pages(&self, call: &ScorePagesLaunch<'_>) -> Result<(), CudaError> {
-        let params = params_of(call)?;
+        let params = params_of(call, self.processors() as usize)?;
         let rows = call.requests.saturating_mul(call.kv_heads);
         if rows == 0 {
             return Ok(());
         }
         let blocks = blocks_of("pages to score", rows.saturating_mul(params.chunks as usize))?;
-        let shared_bytes = shared_bytes_of(params.group as usize, call.head_dim);
+        let shared_bytes = shared_bytes_of(call, params.group as usize)?;
         let grid = Grid {
             blocks: [blocks, 1, 1],
-            threads: THREADS,
+            threads: if is_tiled(call) { TILE_THREADS } else { THREADS },
             shared_bytes: narrow("query heads of a KV head", shared_bytes)?,
         };
         let kind = match (call.numbers, call.score) {
@@ -107,9 +117,20 @@ impl CudaBackend {
     }
 }
 
-/// Shared memory for the queries of a KV head.
-fn shared_bytes_of(group: usize, head_dim: usize) -> usize {
-    group.saturating_mul(head_dim).saturating_mul(size_of::<f32>())
+/// Whether a call's kernel multiplies by tensor cores: bounds and queries have few enough bits.
+fn is_tiled(call: &ScorePagesLaunch<'_>) -> bool {
+    call.dtype != KvDtype::F32 && !matches!(call.numbers, BoundNumbers::F32)
+}
+
+/// Shared memory for the queries of a KV head: as they are summed up, and as they are multiplied.
+fn shared_bytes_of(call: &ScorePagesLaunch<'_>, group: usize) -> Result<usize, CudaError> {
+    let plain = group.saturating_mul(call.head_dim).saturating_mul(size_of::<f32>());
+    if !is_tiled(call) || group > TILED_QUERIES {
+        return Ok(plain);
+    }
+    let vectors = if call.score == PageScore::Mean { 1 } else { 2 };
+    let row = (dim_of(call)? * vectors + 32) * size_of::<u16>();
+    Ok(plain.max(group.div_ceil(TILE_QUERIES) * TILE_QUERIES * 2 * row))
 }
 
 /// The head dim of the kernel that takes a call's.
@@ -121,7 +142,11 @@ fn dim_of(call: &ScorePagesLaunch<'_>) -> Result<usize, CudaError> {
     })
 }
 
-fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError> {
+/// The kernel's params on a device of so many processors.
+fn params_of(
+    call: &ScorePagesLaunch<'_>,
+    processors: usize,
+) -> Result<ScorePagesParams, CudaError> {
     let ScorePagesLaunch { requests, query_heads, kv_heads, head_dim, width, .. } = *call;
     dim_of(call)?;
     if kv_heads == 0 || !query_heads.is_multiple_of(kv_heads) {
@@ -143,6 +168,9 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
     }
     let first_rank = if call.reach.is_some() { 0 } else { call.layer.saturating_mul(kv_heads) };
     let row = call.layer * call.pairs * size_of::<f32>();
+    let rows = requests.saturating_mul(kv_heads);
+    let windows = width.div_ceil(WINDOW).max(1);
+    let chunks = if is_tiled(call) { chunks_of(rows, windows, processors) } else { windows };
     let pages = call.bounds.len / (call.numbers.vectors() * head_dim);
     Ok(ScorePagesParams {
         q: call.q.tensor.address,
@@ -165,11 +193,21 @@ fn params_of(call: &ScorePagesLaunch<'_>) -> Result<ScorePagesParams, CudaError>
         interleaved: u32::from(call.pairing == Pairing::Interleaved),
         first_rank: narrow("layer", first_rank)?,
         width: narrow("width of scores", width)?,
-        chunks: narrow("width of scores", width.div_ceil(ENTRIES).max(1))?,
+        chunks: narrow("width of scores", chunks)?,
         summed: u32::from(call.shared == SharedScore::Sum),
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
     })
+}
+
+/// Thread blocks of a row of so many windows: as many, but where they are more than fill a device.
+/// They share the row evenly.
+fn chunks_of(rows: usize, windows: usize, processors: usize) -> usize {
+    let all = rows.saturating_mul(windows);
+    let of_block = all.div_ceil(BLOCKS * processors.max(1)).clamp(1, MOST_WINDOWS);
+    let chunks = windows.div_ceil(of_block);
+    // The kernel's windows of a block may need fewer blocks.
+    windows.div_ceil(windows.div_ceil(chunks))
 }
 
 /// Proves that the call's score can be made of its bounds.
@@ -184,5 +222,25 @@ fn expect_score(call: &ScorePagesLaunch<'_>) -> Result<(), CudaError> {
             Err(CudaError::invalid("bounds", vectors(call.score), vectors(score)))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{MOST_WINDOWS, chunks_of};
+
+    #[test]
+    fn a_device_is_filled_before_thread_blocks_have_several_windows() {
+        assert_eq!(chunks_of(8, 66, 132), 66);
+        assert_eq!(chunks_of(8, 67, 132), 34);
+        assert_eq!(chunks_of(320, 10, 132), 2);
+        assert_eq!(chunks_of(64, 128, 132), 8);
+        assert_eq!(chunks_of(1 << 20, 2, 0), 1);
+        for windows in 1..200 {
+            let chunks = chunks_of(usize::MAX, windows, 132);
+            let of_block = windows.div_ceil(chunks);
+            assert!(of_block <= MOST_WINDOWS && of_block * chunks >= windows);
+            assert!(of_block * (chunks - 1) < windows);
+        }
     }
 }

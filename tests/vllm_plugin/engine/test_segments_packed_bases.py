@@ -150,7 +150,7 @@ def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -
     with segments(checkpoint("llama", **SIZES), settings(segment_dtype="planes-3")) as (llm, seen):
         KnowledgeBase(llm.collective_rpc).insert("one", tokens)
         store = seen.worker.store
-        got = store.bases.bases.data[SHARED].clone()
+        got = store.bases.bases.data[SHARED].cpu()
         layers, heads, dim = store.geometry.layers, store.geometry.kv_heads, store.geometry.head_dim
     exact = torch.zeros(1 + 8, layers, heads, 2, PAGE, dim)
     for layer, (_, *sides) in enumerate(own.seen):
