@@ -189,13 +189,14 @@ def main(words: list[str] | None = None) -> int:
     most = max([*chosen.batches, 16])
     with TemporaryDirectory() as made, ExitStack() as opened:
         engines = []
-        # One after the other: each finds the memory that it takes.
         names = chosen.engines * chosen.starts
         for name in names:
             files = files_of(Path(made), name, chosen.model, chosen.layers)
             given = [chosen.model, str(chosen.layers), *map(str, files), str(most)]
             engines.append(opened.enter_context(engine(name, given)))
-            engines[-1].line("ready")
+        # All start at once: none measures what memory is left.
+        for asked in engines:
+            asked.line("ready")
         rows = rows_of(names, loads, rounds(engines, loads, chosen.rounds))
     for row in rows:
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
