@@ -23,6 +23,7 @@ from vllm.distributed import get_tp_group
 from kvweave.adapters.vllm.own_store import opened_for
 from kvweave.adapters.vllm.segments.document_shards import Document, DocumentShards
 from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
+from kvweave.adapters.vllm.segments.kept_weights import KeptWeights
 from kvweave.adapters.vllm.segments.ranks import agreed, all_of
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, DocumentRoom, SegmentStore
 from kvweave.cache import KvRequest
@@ -43,7 +44,7 @@ class KeptDocuments:
 
     `model` names the weights and their configuration (`model_identity`), and behind a space the
     head map; `owner` is the model that the folder is to belong to, None: any. `weighing` says which
-    documents are worth reading.
+    documents are worth reading, `weights` which weights all are of.
 
     Errors: as `opened_for`.
     """
@@ -54,12 +55,13 @@ class KeptDocuments:
         folder: Path,
         model: str,
         weighing: DocumentWeighing,
+        weights: KeptWeights,
         owner: str | None = None,
         capacity_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
         group = get_tp_group()
-        self._segments, self.weighing = segments, weighing
+        self._segments, self.weighing, self.weights = segments, weighing, weights
         heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
         _check_others(folder, group.world_size, owner)
         # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
@@ -132,6 +134,14 @@ class KeptDocuments:
             return False
         self._drop(namespace, shard)
         return True
+
+    def all_went(self) -> None:
+        """Hears that the device has no document any more: those of the folder can be read again."""
+        self._frozen.clear()
+
+    def leave(self) -> None:
+        """Says that the folder is left as it is: the engine's weights are others now."""
+        self._tell("the weights were replaced: from now on documents last as long as the engine")
 
     # ---- a prompt that is looked up ------------------------------------------------------------
 

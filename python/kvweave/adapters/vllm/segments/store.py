@@ -23,6 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.memory_mark import MemoryMark
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, sent
@@ -201,6 +202,7 @@ class SegmentStore:
         )
         settings: dict[str, Any] = {"frozen_share": frozen_share, "fingerprint": fingerprint}
         self.cache = self._allocate(shape, arena_bytes, settings)
+        self._mark = MemoryMark(geometry.device)
 
     def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
         if self.geometry.device.type == "cpu":
@@ -368,6 +370,31 @@ class SegmentStore:
             expected, got = f"{needed} blocks to be available", str(free)
             text = f"frozen share of the store: expected {expected}, got {got}"
             raise PoolFull(text, expected=expected, got=got)
+
+    def forget(self, *, documents: bool) -> None:
+        """Has nothing be found any more that requests left, and no `documents` where these go too.
+
+        What prompts still hold stays, and is found again once they let go of it.
+        """
+        if documents:
+            for entry in self.cache.frozen():
+                self.cache.delete(entry.name, entry.namespace)
+        self.cache.forget(None)
+
+    def is_intact(self) -> bool:
+        """Whether its memory is what it was; waits for the device."""
+        return self._mark.is_there()
+
+    def begin_anew(self) -> None:
+        """Has it be empty, whatever lies in its memory now; nobody may hold anything of it."""
+        self.forget(documents=True)
+        for part in self._parts():
+            part.zero_()
+        self._mark.renew()
+
+    def _parts(self) -> list[torch.Tensor]:
+        """All of its memory."""
+        return [self.pages]
 
     @property
     def block_bytes(self) -> int:

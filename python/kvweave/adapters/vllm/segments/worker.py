@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.forward_context import get_forward_context
 
 from kvweave.adapters.vllm.connector import IdleConnector
-from kvweave.adapters.vllm.model_identity import model_identity
+from kvweave.adapters.vllm.model_identity import model_identity, weight_files
 from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.segments.attention import named_under
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, layers_with_store
@@ -24,8 +26,10 @@ from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.events import are_published
 from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
+from kvweave.adapters.vllm.segments.kept_weights import KeptWeights
 from kvweave.adapters.vllm.segments.known_documents import KnownDocuments
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
+from kvweave.adapters.vllm.segments.ranks import all_of
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
@@ -86,6 +90,8 @@ class SegmentWorker:
         self._changed |= bool(message.ended or message.chunks)
         for name in message.ended:
             self._let_go(name)
+        if message.reset:
+            self._reset()
         self._chunks, self._batch, self._step_layers = [], None, None
         for chunk in message.chunks:
             if chunk.prompt is not None:
@@ -97,6 +103,31 @@ class SegmentWorker:
                 self._chunks.append(chunk)
         if self.kept is not None:
             self.kept.weighing.begin(message.work, self.stats.rows_spared)
+
+    def look_after_sleep(self) -> None:
+        """Has the store be empty where its memory was given back while the engine slept."""
+        if not self.store.is_intact():
+            self.lose_all()
+
+    def lose_all(self) -> None:
+        """Has the store be empty: its memory is gone, or of other weights. Prompts are computed."""
+        self._let_all_go()
+        self.store.begin_anew()
+        if self.kept is not None:
+            self.kept.all_went()
+
+    def watched(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Weights that replace the model's own, as they come."""
+        return weights if self.kept is None else self.kept.weights.watched(weights)
+
+    def weights_were_replaced(self) -> None:
+        """Nothing that was computed before is of use, and a folder alone where all are the same."""
+        self.lose_all()
+        if self.kept is not None and not all_of(self.kept.weights.are_same):
+            self.kept.leave()
+            self.kept = None
 
     def step(self) -> Step | None:
         """What the forward of this step has to do; None where nothing is reused.
@@ -282,6 +313,18 @@ class SegmentWorker:
         admitted.release()
         return self.store.admit(*asked)
 
+    def _reset(self) -> None:
+        """What requests left goes; documents stay where their memory is what it was."""
+        self.look_after_sleep()
+        self._let_all_go()
+        self.store.forget(documents=False)
+
+    def _let_all_go(self) -> None:
+        """What is left of prompts that are being computed is computed, and not kept."""
+        self._changed, self._chunks, self._batch = True, [], None
+        for name in list(self._admitted):
+            self._let_go(name)
+
     def _let_go(self, name: str) -> None:
         self._prompts.pop(name, None)
         admitted = self._admitted.pop(name, None)
@@ -301,7 +344,15 @@ def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
     sizes = options.store_bytes, options.store_quota_bytes
     model = model_identity(config)
     named, owner = named_under(model, options), None if options.store_shared else model
-    return KeptDocuments(store, options.store, named, _weighing_of(config, store), owner, *sizes)
+    weighing, files = _weighing_of(config, store), _files_of(config)
+    weights = KeptWeights(files)
+    return KeptDocuments(store, options.store, named, weighing, weights, owner, *sizes)
+
+
+def _files_of(config: VllmConfig) -> list[Path]:
+    """The files of the weights; none of weights that are made of a seed."""
+    kind = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    return [] if kind == "dummy" else weight_files(config)
 
 
 def _weighing_of(config: VllmConfig, store: SegmentStore) -> DocumentWeighing:
@@ -318,6 +369,7 @@ class SegmentWorkerConnector(IdleConnector):
     """
 
     worker: SegmentWorker | None = None
+    asleep = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Tensors of vLLM are there: segments may come."""
@@ -334,6 +386,14 @@ class SegmentWorkerConnector(IdleConnector):
         super().bind_connector_metadata(connector_metadata)
         if self.worker is not None and isinstance(connector_metadata, SegmentMessage):
             self.worker.begin(connector_metadata)
+
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep: until it wakes there is no memory of the store (0.33)."""
+        self.asleep = True
+
+    def restore_kv_caches(self) -> None:
+        """It has woken. What its memory is worth is looked at before anything is read there."""
+        self.asleep = False
 
     def wait_for_save(self) -> None:
         """Keeps what the step computed."""
