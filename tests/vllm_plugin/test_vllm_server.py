@@ -292,6 +292,7 @@ def test_the_knowledge_base() -> None:
         ("OutOfMemory", 507),
         ("Unsupported", 501),
         ("DeviceUnavailable", 503),
+        ("StoreUnavailable", 503),
     ):
         server.reply = {"error": error, "text": "why"}
         got, body = server.ask("DELETE", "/kvweave/knowledge/x")

@@ -357,19 +357,25 @@ class SegmentStore:
 
         Errors: `PoolFull` beyond the frozen share.
         """
-        stats = self.cache.stats()
-        # The cache rounds its share to a whole per cent so.
-        limit = int(stats["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+        stats, limit = self.cache.stats(), self._most_frozen
         own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
         free = max(limit - int(stats["frozen"]) + sum(own), 0)
         ids = np.asarray(tokens, np.int32)
         size = self.page_tokens
         shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // size
-        needed = -(-len(tokens) // size) - shared
-        if needed > free:
-            expected, got = f"{needed} blocks to be available", str(free)
-            text = f"frozen share of the store: expected {expected}, got {got}"
-            raise PoolFull(text, expected=expected, got=got)
+        _expect_blocks(-(-len(tokens) // size) - shared, free)
+
+    def require_room_alone(self, tokens: int) -> None:
+        """Refuses a document of so many tokens that could not be frozen without any other.
+
+        Errors: `PoolFull` beyond the frozen share.
+        """
+        _expect_blocks(-(-tokens // self.page_tokens), self._most_frozen)
+
+    @property
+    def _most_frozen(self) -> int:
+        """Blocks of the frozen share, which the cache rounds to a whole per cent so."""
+        return int(self.cache.stats()["total"]) * int(self.frozen_share * 100 + 0.5) // 100
 
     def forget(self, *, documents: bool) -> None:
         """Has nothing be found any more that requests left, and no `documents` where these go too.
@@ -408,6 +414,13 @@ class SegmentStore:
 
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return sent(array, self.geometry.device)
+
+
+def _expect_blocks(needed: int, free: int) -> None:
+    if needed > free:
+        expected, got = f"{needed} blocks to be available", str(free)
+        text = f"frozen share of the store: expected {expected}, got {got}"
+        raise PoolFull(text, expected=expected, got=got)
 
 
 def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:

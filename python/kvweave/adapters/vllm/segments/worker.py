@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -37,6 +38,8 @@ from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, UnknownSegmen
 from kvweave.flops import TextSizes
 from kvweave.policies import Full
 from kvweave.runner.clock import Clock
+
+_Taken = TypeVar("_Taken")
 
 
 class SegmentWorker:
@@ -207,14 +210,19 @@ class SegmentWorker:
 
         Why the folder does not keep it, or None.
 
-        Errors: `PoolFull` without room, or beyond the share that may be frozen.
+        Errors: `PoolFull` without room, or beyond the share that may be frozen; `OutOfMemory` where
+        a device has none for what is encoded. Every rank raises where one of them does.
         """
         self._changed = True
         if self.kept is not None and self.kept.take(name, tokens, namespace):
             return None
-        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        admitted = _on_all_ranks(
+            lambda: self.store.admit(tokens, [], namespace, Full(), discover=False)
+        )
         try:
-            with self.store.encoding(admitted) as room:
+            with ExitStack() as held:
+                encoding = self.store.encoding(admitted)
+                room = _on_all_ranks(lambda: held.enter_context(encoding))
                 encode_document(model, self.attention, room, tokens, config)
             if self.kept is None:
                 admitted.request.freeze(name, 0, len(tokens))
@@ -229,13 +237,15 @@ class SegmentWorker:
 
         Errors: `UnknownSegment` when there is none.
         """
-        was_kept = self.kept is not None and self.kept.delete(namespace, name)
-        self._changed = True
+        self._changed, missing = True, None
         try:
+            # Whatever becomes of a rank's folder: what ranks find on their devices stays alike.
             self.store.cache.delete(name, namespace)
-        except UnknownSegment:
-            if not was_kept:
-                raise
+        except UnknownSegment as error:
+            missing = error
+        was_kept = self.kept is not None and self.kept.delete(namespace, name)
+        if missing is not None and not was_kept:
+            raise missing
 
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
@@ -335,6 +345,20 @@ class SegmentWorker:
         if self._step_layers is None:
             self._step_layers = AttentionLayers.of(self.attention)
         return self._step_layers
+
+
+def _on_all_ranks(take: Callable[[], _Taken]) -> _Taken:
+    """What each rank takes before all of them compute together; an error on all, or on none."""
+    taken, why = [], None
+    try:
+        taken.append(take())
+    except (PoolFull, OutOfMemory) as error:
+        why = error
+    if all_of(why is None):
+        return taken[0]
+    expected, got = "room on all ranks", "too little on another one"
+    text = f"knowledge base: expected {expected}, got {got}"
+    raise why or OutOfMemory(text, expected=expected, got=got)
 
 
 def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:

@@ -11,6 +11,7 @@ from kvweave.errors import (
     KvweaveError,
     OutOfMemory,
     PoolFull,
+    StoreUnavailable,
     UnknownSegment,
     Unsupported,
 )
@@ -22,6 +23,7 @@ STATUS: tuple[tuple[type[KvweaveError], int], ...] = (
     (InvalidArgument, 400),
     (Unsupported, 501),
     (DeviceUnavailable, 503),
+    (StoreUnavailable, 503),
 )
 KINDS = {
     400: "BadRequestError",
