@@ -30,6 +30,9 @@ def vllm_config(
     frozen_share: Annotated[
         float | None, typer.Option(min=0, max=1, help="Of the store, for knowledge bases.")
     ] = None,
+    segment_dtype: Annotated[
+        str | None, typer.Option(help="Of the store: its pages are packed, as int4 or planes-3.")
+    ] = None,
     virtual_pages: Annotated[
         bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
     ] = False,
@@ -51,6 +54,9 @@ def vllm_config(
     ] = None,
     store_quota_gib: Annotated[
         float | None, typer.Option(min=0.001, help="GiB of that for a namespace.")
+    ] = None,
+    store_reads: Annotated[
+        str | None, typer.Option(help="Documents are read where that is faster, or always.")
     ] = None,
     offload_gib: Annotated[
         float | None,
@@ -77,9 +83,11 @@ def vllm_config(
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
         "frozen_share": frozen_share,
+        "segment_dtype": segment_dtype,
         "virtual_pages": virtual_pages or None,
         "store": None if store is None else str(store.resolve()),
         "store_shared": store_shared or None,
+        "store_reads": store_reads,
         **sizes,
     }
     chosen = {name: value for name, value in given.items() if value is not None}

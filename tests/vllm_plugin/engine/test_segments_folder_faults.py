@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Server:
-    """A worker over a packed store of 32 blocks or so, half of which may be frozen, and a folder."""
+    """A worker over a small packed store, half of which may be frozen, and a folder."""
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
         self.engine = Engine("int4", arena=1 << 19, seed=seed)
@@ -250,14 +250,8 @@ def test_no_rank_encodes_where_another_has_no_room(
     assert server.frozen == []
 
 
-@pytest.fixture
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    caplog.clear()
-    yield caplog
-
-
 def test_a_thousand_inserts_and_deletes_leave_nothing(
-    server: Server, quiet: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kept ones, and such that the folder does not take: what is told is told once."""
     store = server.kept.store
@@ -272,7 +266,7 @@ def test_a_thousand_inserts_and_deletes_leave_nothing(
     assert kept.names(None) == []
     assert kept.counts()["kept_documents"] == 0
     assert [len(found) for found in (kept._frozen, kept._texts, kept._listed)] == [0, 0, 0]
-    assert len(kept._told) == len(quiet.records) == 1
+    assert len(kept._told) == len(caplog.records) == 1
     stats = server.store.cache.stats()
     assert stats["held"] == stats["frozen"] == 0
     server.store.cache.check()

@@ -312,7 +312,7 @@ class KeptDocuments:
         return {name: shard for _, name, shard in self.store.documents(namespace)}
 
     def _is_whole(self, document: Name, tokens: Ids) -> bool:
-        """Whether a document is frozen with the text that the folder has: there it may be a new one."""
+        """Whether a document is frozen with the text that the folder has, maybe a new one."""
         if not np.array_equal(self._frozen.get(document, ()), tokens):
             return False
         namespace, name = document
