@@ -216,6 +216,14 @@ class PoolBases:
         """Says that blocks [N] are packed in no basis of their own."""
         self.assign(blocks, UNROTATED)
 
+    def let_go(self, runs: Int32) -> None:
+        """Hears of free pages, rows [N, 2] of a first one and how many: nobody reads these.
+
+        What the device has of them is written anew with the next blocks that are packed there.
+        """
+        for first, count in runs.tolist():
+            self._of[first : first + count] = UNROTATED
+
     def own_bytes(self, blocks: Int32) -> int:
         """Bytes of the bases of their own that blocks are packed in."""
         numbers = np.unique(self.numbers(blocks))

@@ -123,7 +123,11 @@ class PackedSegmentStore(SegmentStore):
         self.bases: PoolBases | None = None
         if self.packed.bases is not None:
             self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
-        return KvCache(shape, blocks=room.blocks, memory=False, **settings)
+        cache = KvCache(shape, blocks=room.blocks, memory=False, **settings)
+        if self.bases is not None:
+            # A document's basis has room for another one once nobody has its pages.
+            cache.zero_freed_by(self.bases.let_go)
+        return cache
 
     def begin_anew(self) -> None:
         """As `SegmentStore.begin_anew`; pages are packed in a basis that comes of later tokens."""
