@@ -12,9 +12,8 @@ impl KvCache {
         let mut stored = self.0.store.lock();
         let state = &mut *stored;
         let index = &state.index;
-        let blocks = state
-            .pool
-            .cached_blocks(|block| namespace.is_none_or(|name| index.is_of(block, name)));
+        let blocks =
+            state.pool.cached_blocks(|block| namespace.is_none_or(|name| index.is_of(block, name)));
         for &block in &blocks {
             // One may have gone with another before it.
             if state.pool.is_cached(block) {
