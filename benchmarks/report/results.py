@@ -77,6 +77,7 @@ TITLES = {
     "top_k_cadence": "A layer and whole decode steps with a quarter ranked at every step, 8B shape",
     "top_k_step_half": "The same with half as many requests; copies in fp8 and late rankings too",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
+    "vllm_soak": "A mixed load on engines of vLLM with segments, exact and packed",
     "runner_soak": "A mixed load on served runners for an hour: nothing held in quiet, flat memory",
     "zeroing": "Zeroing of what is freed: the same requests with it and without",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
@@ -93,6 +94,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
+    "vllm_soak": (
+        "python -m benchmarks.vllm.soak --seconds 560 --mode int4 half-int4 planes-3 segments",
+        "python -m benchmarks.vllm.soak --seconds 480 --mode server",
+    ),
     "cuda_ops": ("kvweave bench ops",),
     "vllm_bench": (
         f"{BENCH} --engines mapped stock --store-gib 22 --rate 4 --rag '{{\"documents\": 32}}'",
@@ -149,6 +154,7 @@ VALUE = {
     "replay": "lru",
     "replay_segments": "prefixes alone",
     "runner_soak": "found",
+    "vllm_soak": "found",
     "quality": "KL to full",
     "heads_quality": "KL to full",
     "page_tasks": "KL to all pages",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 VOCABULARY = 512
-EXACT = ("plain", "many", "stop", "full", "prefix")
+EXACT = ("plain", "many", "stop", "full", "prefix", "choice")
 """Kinds whose KV is exact: what they are answered depends on nothing that went before."""
 POLICIES = ("full", "prefix", "naive", "foresight", "sparsex")
 WEIGHTS = {"plain": 4, "many": 1, "stop": 1, "full": 1, "prefix": 1}
@@ -18,6 +18,8 @@ WEIGHTS |= {"naive": 3, "foresight": 3, "sparsex": 2}
 NAMESPACES = ("one", "other")
 DOCUMENTS = 16
 """Documents of the knowledge base at a time."""
+CHOICE = "choice"
+"""A kind of prompts whose answers a grammar bounds, for who has grammars."""
 LONG, LONG_TOKENS = "long", (1400, 1900)
 """A kind of prompts that are longer than some devices here, for who has room for them elsewhere."""
 SHARED, TURNS, REMEMBERED = 4, 0.25, 32

@@ -2,12 +2,16 @@
 
 One engine with a head map, segments, foresight and a knowledge base on disk, of a tiny random
 Llama, on a GPU where there is one and else on the CPU. Prompts with and without marks, second turns
-of chats, several answers, stop strings; at random requests are aborted, blocks run short, prefix
-caches are reset, documents dropped and put, and a GPU's engine sleeps. Every few seconds the engine
-is left to end all it has: nothing may be left then. Afterwards a quiet engine, which is asked one
+of chats, several answers, stop strings, answers by a grammar; at random requests are aborted,
+blocks run short, caches are reset, those of the connector too, documents dropped and put. Every few
+seconds the engine is left to end all it has: nothing may be left then. It sleeps, each third time
+at level 2, after which its weights are loaded anew. Afterwards a quiet engine, which is asked one
 request at a time, has to answer the same. Exit status 1 where anything is not as it should be.
 
-With `--mode far` it is another engine, whose pages leave for the host's memory: `soak_far` (0.33).
+With `--mode int4`, `half-int4` or `planes-3` pages of segments are packed, and there is no map:
+`soak_engine.Served`. With `--mode server` clients ask a server over HTTP: `soak_server`. With
+`--mode far` it is another engine, whose pages leave for the host's memory: `soak_far` (0.33).
+Several modes are run one after the other, and `--record` keeps what they come to.
 
 On a CPU with a vLLM that was built for GPUs, `tests/vllm_plugin/engine` on PYTHONPATH has the ops
 that it lacks.
@@ -18,21 +22,32 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.soak.asked import DOCUMENTS, Asked, document
-from benchmarks.vllm import soak_far
+from benchmarks.quality.sampled import show
+from benchmarks.soak.asked import CHOICE, DOCUMENTS, WEIGHTS, Asked, document, text
+from benchmarks.vllm import soak_far, soak_server
 from benchmarks.vllm.device import prepare
 from benchmarks.vllm.found import lines, say
 from benchmarks.vllm.soak_checks import left_behind, metric_complaints
 from benchmarks.vllm.soak_compare import Comparison
-from benchmarks.vllm.soak_engine import Steps, engine, lines_of, written
+from benchmarks.vllm.soak_engine import (
+    ALLOWED,
+    CHUNK,
+    PACKED,
+    SEGMENTS,
+    Served,
+    Steps,
+    engine,
+    lines_of,
+    written,
+)
 from benchmarks.vllm.soak_load import (
     ABORT,
     RESET,
@@ -41,13 +56,20 @@ from benchmarks.vllm.soak_load import (
     request_of,
     watched,
 )
+from benchmarks.vllm.soak_rows import rows_of
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import PoolFull
+from kvweave.lab.bench.rows import Row
 
-CHANGE = 0.04
-"""Chance, in a step, that a document goes and another comes."""
+CASE = "vllm_soak"
+CHANGE, FORGET = 0.04, 0.01
+"""Chances, in a step: a document goes and another comes, caches are reset with the connector's."""
+LEVELS = (1, 2, 0)
+"""At which level the engine sleeps, one time after another that all has ended."""
+FIRST = 12
+"""Prompts of a chunk each that come first: a basis that pages are packed in is made of these."""
 EVENTS = ("preempted", "aborted", "reset", "put", "dropped", "brought", "evicted", "stopped")
-EVENTS += ("second turns",)
+EVENTS += ("second turns", "forgot", "slept", "slept deeply")
 """What must have happened in a soak: it takes up to four times its time for that."""
 
 
@@ -55,12 +77,13 @@ class Load(MixedLoad):
     """A load that has documents come and go."""
 
     events, patience, drain_s = EVENTS, 2, 3.0
+    weights: ClassVar[Mapping[str, int]] = {**WEIGHTS, CHOICE: 1}
 
     def __init__(self, llm: Any, seed: int, path: Path) -> None:
         super().__init__(llm, seed, path)
+        begun(llm)
         self.base = KnowledgeBase(llm.collective_rpc)
-        self.ended: Counter[str] = Counter()
-        self._documents = 0
+        self._documents = self._drained = 0
 
     def run(self, seconds: float) -> None:
         """So many seconds of it, and what is looked at in the end."""
@@ -77,16 +100,17 @@ class Load(MixedLoad):
         held = self.base.store()["held"]
         if held:
             self.complaints.append(f"{held} blocks held without documents")
-        self.complaints += metric_complaints(self.ended) + self.memory.complaints()
+        self.complaints += metric_complaints(self.answers) + self.memory.complaints()
         self.complaints += [f"never happened: {what}" for what in self.never]
 
-    def ended_with(self, asked: Asked, reasons: Counter[str]) -> None:
-        """Counts answers that ended."""
-        self.ended["finished"] += reasons.total()
+    def ended_with(self, asked: Asked, answers: list[dict[str, Any]]) -> None:
+        """What a grammar bounds says nothing else."""
+        if asked.kind == CHOICE and not ALLOWED.issuperset(*(one["tokens"] for one in answers)):
+            self.complaints.append(f"{asked.name}: an answer that its grammar does not allow")
 
     def chance(self) -> None:
         """What else may happen in a step."""
-        drawn = self.numbers.random(3)
+        drawn = self.numbers.random(4)
         if drawn[0] < ABORT and self.asked:
             self.abort()
         if drawn[1] < RESET:
@@ -94,6 +118,26 @@ class Load(MixedLoad):
         if drawn[2] < CHANGE:
             self.drop(int(self.numbers.choice(self.author.there)))
             self.put()
+        if drawn[3] < FORGET:
+            # vLLM's own cache is not reset while somebody runs.
+            self.engine.reset_prefix_cache(reset_connector=True)
+            self.happened["forgot"] += 1
+
+    def sleep(self) -> None:
+        """At a level, or not at all; after level 2 its weights are loaded again, the same ones."""
+        level = LEVELS[self._drained % len(LEVELS)]
+        self._drained += 1
+        if not level:
+            return
+        self.llm.sleep(level=level)
+        self.llm.wake_up()
+        self.happened["slept deeply" if level == 2 else "slept"] += 1
+        if level == 2:
+            self.llm.collective_rpc("reload_weights")
+            resident = [e["name"] for e in self.base.entries() if e["resident_blocks"]]
+            if resident:
+                self.complaints.append(f"documents of memory that was given back: {resident}")
+            begun(self.llm)
 
     def reset(self) -> None:
         """Prefix caches in the middle of a load; vLLM refuses it while a document is on its way."""
@@ -134,17 +178,25 @@ class Load(MixedLoad):
         return [f"{held} left" for held in left_behind(self.llm)]
 
 
-def load(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+def begun(llm: Any) -> None:
+    """Has an engine compute its first prompts, the same in all of them."""
+    for number in range(FIRST):
+        marks = {"segments": [[0, CHUNK]], "policy": "full", "namespace": "begun"}
+        answered_alone(llm, Asked("begun", "full", text(CHUNK, 11, number), 1, marks))
+
+
+def load(folder: Path, seconds: float, seed: int, served: Served = SEGMENTS) -> dict[str, Any]:
     """The load on an engine of its own; what happened, and what should not have."""
-    with engine(folder / "model", quiet=False) as llm:
+    with engine(folder / "model", served, quiet=False) as llm:
         made = Load(llm, seed, folder / "records")
-        return watched(made, seconds) | {"ended": dict(made.ended)}
+        return watched(made, seconds)
 
 
 class Quiet:
     """An engine that is asked one request at a time, each with its documents and first turn."""
 
     def __init__(self, llm: Any) -> None:
+        begun(llm)
         self.llm, self.steps = llm, Steps(llm)
         self.base = KnowledgeBase(llm.collective_rpc)
         self._there: set[int] = set()
@@ -162,11 +214,11 @@ class Quiet:
 
 
 def quiet(
-    folder: Path, records: list[dict[str, Any]], seconds: float, seed: int
+    folder: Path, records: list[dict[str, Any]], seconds: float, seed: int, served: Served
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Requests of a load in another order, and what a quiet engine says, for so many seconds."""
     known = {record["name"]: record for record in records}
-    with engine(folder / "model", quiet=True) as llm:
+    with engine(folder / "model", served, quiet=True) as llm:
         alone, until = Quiet(llm), time.monotonic() + seconds
         for number in np.random.default_rng(seed).permutation(len(records)).tolist():
             if time.monotonic() > until:
@@ -174,17 +226,22 @@ def quiet(
             yield records[number], alone.answer(records[number], known)
 
 
-def compare(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+def compare(folder: Path, seconds: float, seed: int, served: Served = SEGMENTS) -> dict[str, Any]:
     """How the answers of a load compare with a quiet engine's."""
     records = lines_of(folder / "records")
-    comparison = Comparison(records)
-    for record, alone in quiet(folder, records, seconds, seed):
+    comparison = Comparison(records, served)
+    for record, alone in quiet(folder, records, seconds, seed, served):
         comparison.add(record, alone)
     return {"complaints": comparison.complaints(), **comparison.found()}
 
 
 MODES = {
     "segments": {"load": load, "compare": compare},
+    **{
+        kind: {"load": partial(load, served=served), "compare": partial(compare, served=served)}
+        for kind, served in PACKED.items()
+    },
+    "server": {"load": soak_server.load, "compare": soak_server.compare},
     "far": {"load": soak_far.load, "compare": soak_far.compare},
 }
 """What is run in processes of their own, one after the other."""
@@ -196,31 +253,46 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--quiet-seconds", type=float, help="of the quiet engine; half of those")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", choices=MODES, default="segments", help="what the engine has")
+    parser.add_argument("--mode", choices=MODES, nargs="+", default=["segments"], help="in turns")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     parser.add_argument("--folder", type=Path, help="where records stay; else nowhere")
     parser.add_argument("--phase", choices=MODES["segments"], help=argparse.SUPPRESS)
     given = parser.parse_args(words)
     seconds = {"load": given.seconds, "compare": given.quiet_seconds or given.seconds / 2}
     if given.phase:
         prepare()
-        say(
-            given.phase,
-            **MODES[given.mode][given.phase](given.folder, seconds[given.phase], given.seed),
-        )
+        (mode,) = given.mode
+        phase = MODES[mode][given.phase]
+        say(given.phase, **phase(given.folder, seconds[given.phase], given.seed))
         return 0
-    with TemporaryDirectory() as made:
-        folder = given.folder or Path(made)
-        written(folder)
-        own = ["--folder", str(folder), "--seed", str(given.seed), "--mode", given.mode]
-        complaints: list[str] = []
-        for phase, limit in seconds.items():
-            words = ["--phase", phase, "--seconds", str(limit), "--quiet-seconds", str(limit)]
-            for found in lines("benchmarks.vllm.soak", [*own, *words]):
-                complaints += found["complaints"]
-                if not found.get("same", 1):
-                    complaints.append("no answer could be compared")
+    rows: list[Row] = []
+    complaints: list[str] = []
+    for mode in given.mode:
+        with TemporaryDirectory() as made:
+            folder = given.folder or Path(made)
+            found = phases(folder, mode, seconds, given.seed)
+        own = [text for phase in found.values() for text in phase["complaints"]]
+        if not found["compare"].get("same"):
+            own.append("no answer could be compared")
+        rows += rows_of(mode, found["load"], found["compare"], len(own))
+        complaints += [f"{mode}: {text}" for text in own]
+    show(CASE, rows, given.record)
     print("\n".join(complaints) or "nothing to complain of", flush=True)
     return int(bool(complaints))
+
+
+def phases(
+    folder: Path, mode: str, seconds: dict[str, float], seed: int
+) -> dict[str, dict[str, Any]]:
+    """What the load and the comparison of a mode found, each in a process of its own."""
+    written(folder)
+    own = ["--folder", str(folder), "--seed", str(seed), "--mode", mode]
+    found: dict[str, dict[str, Any]] = {}
+    for phase, limit in seconds.items():
+        words = ["--phase", phase, "--seconds", str(limit), "--quiet-seconds", str(limit)]
+        for line in lines("benchmarks.vllm.soak", [*own, *words]):
+            found[phase] = line
+    return found
 
 
 if __name__ == "__main__":

@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from benchmarks.soak.asked import EXACT
+from benchmarks.vllm.soak_engine import SEGMENTS, TOLERANCE, Served
 
-TOLERANCE = 2e-3
 MOST_TIES, MOST_CHOSEN = 0.01, 0.01
 FEWEST, ENOUGH = 0.1, 20
 """The share of each kind that must be comparable, where so many were asked."""
@@ -24,51 +23,56 @@ FEWEST, ENOUGH = 0.1, 20
 class Comparison:
     """Counts answers that are the same, and keeps those that are not.
 
-    `records`: all of the load. A document that one of them had to compute may have been found by
-    others as it was computed there, behind other text.
+    `served`: what the engine has. `records`: all of the load. A document that one of them had to
+    compute may have been found by others as it was computed there, behind other text.
     """
 
-    def __init__(self, records: list[dict[str, Any]]) -> None:
+    def __init__(self, records: list[dict[str, Any]], served: Served = SEGMENTS) -> None:
+        self.served = served
         self.lost = {number for r in records if _missed(r) for number in r["documents"]}
         self.counts: Counter[str] = Counter()
-        self.apart = 0.0
+        self.apart: dict[str, float] = {"exact": 0.0, "reused": 0.0}
         self.different: list[str] = []
 
     def add(self, record: dict[str, Any], alone: dict[str, Any]) -> None:
         """A request of the load and what the quiet engine says to it."""
         kind = record["kind"]
         self.counts[f"{kind} asked"] += 1
-        if kind not in EXACT:
+        exact = kind in self.served.exact
+        if not exact:
             computed = None if self.lost & {*record["documents"]} else _computed(record)
             if computed is None or computed != _computed(alone):
                 return
         self.counts[f"{kind} compared"] += 1
         for number, own in enumerate(record["answers"]):
-            verdict = self.verdict(own, alone["answers"][number])
+            verdict = self.verdict(own, alone["answers"][number], exact=exact)
             self.counts[verdict] += 1
             if verdict == "different":
                 self.counts[f"{kind} different"] += 1
                 self.different.append(f"{record['name']} ({kind}, answer {number})")
 
-    def verdict(self, own: dict[str, Any], alone: dict[str, Any]) -> str:
+    def verdict(self, own: dict[str, Any], alone: dict[str, Any], *, exact: bool = True) -> str:
         """`same`, `tie` where rounding may have said another token, or `different`."""
         pairs = zip(own["tokens"], alone["tokens"], strict=False)
         shared = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
         end = len(own["tokens"]) if shared is None else shared
         apart = [abs(a - b) for a, b in zip(own["logprobs"][:end], alone["logprobs"], strict=False)]
-        if max(apart, default=0.0) > TOLERANCE:
+        allowed = TOLERANCE if exact else self.served.tolerance
+        if max(apart, default=0.0) > allowed:
             return "different"
-        self.apart = max(self.apart, *apart, 0.0)
+        what = "exact" if exact else "reused"
+        self.apart[what] = max(self.apart[what], *apart, 0.0)
         if shared is None:
             alike = own["reason"] == alone["reason"] and own["text"] == alone["text"]
             return "same" if alike else "different"
         near = dict(alone["near"][shared])
         said = near.get(own["tokens"][shared])
-        return "tie" if said is not None and max(near.values()) - said <= TOLERANCE else "different"
+        return "tie" if said is not None and max(near.values()) - said <= allowed else "different"
 
     def found(self) -> dict[str, Any]:
         """What was counted."""
-        return {**self.counts, "apart by at most": self.apart, "which": self.different}
+        apart = {f"{what}, apart by at most": round(most, 6) for what, most in self.apart.items()}
+        return {**self.counts, **apart, "which": self.different}
 
     def complaints(self) -> list[str]:
         """What rounding does not explain."""
@@ -78,7 +82,7 @@ class Comparison:
             asked, compared, different = (
                 self.counts[f"{kind} {what}"] for what in ("asked", "compared", "different")
             )
-            allowed = 0 if kind in EXACT else max(1, MOST_CHOSEN * compared)
+            allowed = 0 if kind in self.served.exact else max(1, MOST_CHOSEN * compared)
             if different > allowed:
                 found.append(f"{kind}: {different} of {compared} answers are not the quiet ones")
             if asked >= ENOUGH and compared < FEWEST * asked:

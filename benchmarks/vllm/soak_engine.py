@@ -7,15 +7,16 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.asked import VOCABULARY, Asked
+from benchmarks.soak.asked import CHOICE, EXACT, VOCABULARY, Asked
 from benchmarks.soak.words import word_tokenizer
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import DECODE_GRAPHS
 from benchmarks.vllm.model import write_heads
-from kvweave.adapters.vllm.serving import engine_options
+from kvweave.adapters.vllm.serving import BLOCK_TOKENS, engine_options
 
 ARCHITECTURE = "LlamaForCausalLM"
 SHAPE: dict[str, Any] = {
@@ -35,8 +36,40 @@ WHOLE = (0, 2, 1, 1)
 WINDOW = {"sink": 16, "recent": 48}
 CHUNK, REQUESTS, BLOCKS = 64, 8, 96
 """Tokens of a prompt that a step computes, requests in a step, and blocks for too few of them."""
-STORE_BYTES, FROZEN, KEPT_BYTES = 20 << 20, 0.25, 24 << 20
-"""The segments' store, the share of it for documents, and what they may take on the disk."""
+FROZEN, KEPT_BYTES = 0.25, 24 << 20
+"""The share of the segments' store for documents, and what they may take on the disk."""
+TOLERANCE = 2e-3
+"""How far rounding may take a log-probability."""
+GRAMMAR, ALLOWED = "(w[1-9])*", frozenset(range(10))
+"""Of answers that a grammar bounds, and the tokens that it allows, an end of text among them."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine of a soak has: a store of so many bytes, packed in `dtype` if in any.
+
+    `heads`: beside a map. `tolerance`: how far log-probabilities of answers that reuse documents
+    may be from the quiet ones. A number between two codes is packed as either by rounding, which is
+    another where the same document is computed in other chunks.
+    """
+
+    store_bytes: int
+    heads: bool = True
+    dtype: str | None = None
+    tolerance: float = TOLERANCE
+
+    @property
+    def exact(self) -> tuple[str, ...]:
+        """Kinds that are answered as without reuse: of packed pages a prefix is not exact."""
+        return EXACT if self.dtype is None else tuple(kind for kind in EXACT if kind != "prefix")
+
+
+SEGMENTS = Served(20 << 20)
+PACKED = {
+    "int4": Served(6 << 20, heads=False, dtype="int4", tolerance=0.02),
+    "half-int4": Served(8 << 20, heads=False, dtype="half-int4", tolerance=0.02),
+    "planes-3": Served(10 << 20, heads=False, dtype="planes-3", tolerance=0.02),
+}
 
 
 def written(folder: Path) -> Path:
@@ -54,7 +87,7 @@ def written(folder: Path) -> Path:
 
 
 @contextmanager
-def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
+def engine(model: Path, served: Served, *, quiet: bool) -> Iterator[Any]:
     """A vLLM in this process. `quiet`: for a request at a time, with room for all.
 
     Prompts are cut into chunks alike: a step of the quiet one has no room for more.
@@ -62,7 +95,8 @@ def engine(model: Path, *, quiet: bool) -> Iterator[Any]:
     kept = model.parent / ("quiet" if quiet else "kept")
     shutil.rmtree(kept, ignore_errors=True)
     blocks = {} if quiet else {"num_gpu_blocks_override": BLOCKS}
-    with serving(model, {**_parts(model, kept, quiet=quiet), **blocks}, quiet=quiet) as llm:
+    parts = _parts(model, kept, served, quiet=quiet)
+    with serving(model, {**parts, **blocks}, quiet=quiet) as llm:
         yield llm
 
 
@@ -80,17 +114,26 @@ def serving(model: Path, ours: dict[str, Any], *, quiet: bool) -> Iterator[Any]:
         yield llm
 
 
-def _parts(model: Path, kept: Path, *, quiet: bool) -> dict[str, Any]:
-    return engine_options(
+def server_options(model: Path, kept: Path, served: Served) -> dict[str, Any]:
+    """Options of a server with the same parts, and room for all that is asked at once."""
+    made = {**_options(quiet=False), **_parts(model, kept, served, quiet=False)}
+    return {name: value for name, value in made.items() if value is not False}
+
+
+def _parts(model: Path, kept: Path, served: Served, *, quiet: bool) -> dict[str, Any]:
+    chosen = {"heads": str(model / "heads.json")} if served.heads else {}
+    chosen |= {"segment_dtype": served.dtype} if served.dtype is not None else {}
+    made = engine_options(
         ARCHITECTURE,
-        heads=str(model / "heads.json"),
-        segment_bytes=STORE_BYTES * (8 if quiet else 1),
+        **chosen,
+        segment_bytes=served.store_bytes * (8 if quiet else 1),
         frozen_share=0.9 if quiet else FROZEN,
         store=str(kept),
         # Answers must be those of the quiet engine, which computes or reads the same.
         store_reads="always",
         store_bytes=KEPT_BYTES * (64 if quiet else 1),
     )
+    return {"block_size": BLOCK_TOKENS, **made}
 
 
 def _options(*, quiet: bool) -> dict[str, Any]:
@@ -113,7 +156,7 @@ def _options(*, quiet: bool) -> dict[str, Any]:
 def sampling(asked: Asked) -> Any:
     """Greedy in effect: vLLM wants a temperature where there are several answers."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     params = SamplingParams(
         n=asked.n,
@@ -122,9 +165,11 @@ def sampling(asked: Asked) -> Any:
         max_tokens=asked.answer,
         stop=asked.stop or None,
         logprobs=2,
-        ignore_eos=True,
+        ignore_eos=asked.kind != CHOICE,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+    if asked.kind == CHOICE:
+        params.structured_outputs = StructuredOutputsParams(regex=GRAMMAR)
     if asked.marks is not None:
         params.extra_args = {"kvweave": asked.marks}
     return params

@@ -11,7 +11,6 @@ anew by all pages, so that it is left out.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -94,9 +93,9 @@ class FarLoad(MixedLoad):
         self.happened["spilled"] = self.far.spilled
         self.happened["host full"] += self.far.held == self.far.blocks
 
-    def ended_with(self, asked: Asked, reasons: Counter[str]) -> None:
+    def ended_with(self, asked: Asked, answers: list[dict[str, Any]]) -> None:
         """Nobody's answer may end with an error."""
-        if reasons["error"]:
+        if any(one["reason"] == "error" for one in answers):
             self.complaints.append(f"{asked.name} ended with an error")
 
     def chance(self) -> None:

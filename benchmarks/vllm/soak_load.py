@@ -6,7 +6,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from benchmarks.soak.asked import Asked, Author
+from benchmarks.soak.asked import WEIGHTS, Asked, Author
 from benchmarks.soak.log_watch import LogWatch
 from benchmarks.soak.memory import MIB, Memory
 from benchmarks.vllm.device import has_gpu
@@ -35,15 +35,17 @@ class MixedLoad(ABC):
     patience: ClassVar[int]
     drain_s: ClassVar[float]
     longer: ClassVar[int] = 1
+    weights: ClassVar[Mapping[str, int]] = WEIGHTS
 
     def __init__(self, llm: Any, seed: int, path: Path) -> None:
         self.llm, self.engine, self.path = llm, llm.llm_engine, path
-        self.author, self.steps = Author(seed), Steps(llm)
+        self.author, self.steps = Author(seed, weights=self.weights), Steps(llm)
         self.numbers = np.random.default_rng([seed, 1])
         self.asked: dict[str, Asked] = {}
         self.happened: Counter[str] = Counter()
         self.memory = Memory()
         self.complaints: list[str] = []
+        self.answers = 0
 
     @property
     def never(self) -> list[str]:
@@ -82,14 +84,15 @@ class MixedLoad(ABC):
             found = said(output)
             self.happened["preempted"] += noted["preempted"]
             reasons = Counter(one["reason"] for one in found["answers"])
+            self.answers += reasons.total()
             self.happened["stopped"] += reasons["stop"]
-            self.ended_with(asked, reasons)
+            self.ended_with(asked, found["answers"])
             self.author.answered(asked, found["answers"][0]["tokens"])
             print(json.dumps({**asdict(asked), **found, **noted}), file=records)
 
     @abstractmethod
-    def ended_with(self, asked: Asked, reasons: Counter[str]) -> None:
-        """Hears why the answers to a request ended."""
+    def ended_with(self, asked: Asked, answers: list[dict[str, Any]]) -> None:
+        """Hears what a request was answered."""
 
     @abstractmethod
     def chance(self) -> None:
@@ -123,11 +126,15 @@ class MixedLoad(ABC):
         self.complaints += [f"at {at:.0f} s: {left}" for left in self.left()]
         if not self.engine.reset_prefix_cache():
             self.complaints.append(f"at {at:.0f} s: prefix caches were not reset")
+        self.sleep()
+        self.memory.look(at)
+
+    def sleep(self) -> None:
+        """Sleeps and wakes where that does anything."""
         if has_gpu():
             self.llm.sleep(level=1)
             self.llm.wake_up()
             self.happened["slept"] += 1
-        self.memory.look(at)
 
     @abstractmethod
     def run(self, seconds: float) -> None:
@@ -136,11 +143,14 @@ class MixedLoad(ABC):
 
 def watched(made: MixedLoad, seconds: float) -> dict[str, Any]:
     """Runs a load: what happened, what should not have, and how memory grew."""
+    begun = time.monotonic()
     with closing(LogWatch()) as logs:
         made.run(seconds)
     memory = made.memory
     return {
         "complaints": [*made.complaints, *logs.errors],
+        "seconds": time.monotonic() - begun,
+        "answers": made.answers,
         "happened": dict(made.happened),
         "MiB": [round(size / MIB, 1) for size in memory.resident],
         "growth MiB": round(memory.growth(memory.resident) / MIB, 2),

@@ -44,6 +44,7 @@ A namespace can be forgotten: all that is cached of it and that nobody holds is 
 owns the pages may have those of freed blocks overwritten before any call that takes blocks returns.
 
     cache.forget("tenant")                      # blocks that went
+    cache.forget(None)                          # of all namespaces
     cache.zero_freed_by(fill)                   # fill(pages): i32 [N, 2] of a first one, how many
     cache.zero_freed()                          # and what was freed by now
 """

@@ -29,6 +29,7 @@ class Server:
         self.asked: list[bytes] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.reply: dict[str, Any] = {"value": {"done": True}}
+        self.sleeps = False
         self.openapi_url = "/openapi.json"
         self.schema: dict[str, Any] = {"paths": {"/v1/models": {}}}
         self.headers: dict[bytes, bytes] = {}
@@ -53,6 +54,9 @@ class Server:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, args))
         return [self.reply]
+
+    async def is_sleeping(self) -> bool:
+        return self.sleeps
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message: dict[str, Any] = {"more_body": True}

@@ -56,6 +56,9 @@ def test_a_document_is_told_once_and_again_when_it_has_gone() -> None:
     computed(cache, document, "acme")
     known.expect(document, "acme")
     assert known.taken() == [("stored", name, len(document))]
+    # As when caches are reset.
+    cache.forget(None)
+    assert known.taken() == [("removed", name, len(document))]
 
 
 def test_another_namespace_has_another_document() -> None:

@@ -133,7 +133,7 @@ def test_the_schema_has_the_routes() -> None:
     paths = server.schema["paths"]
     assert paths.keys() == {"/v1/models", "/kvweave/knowledge", "/kvweave/knowledge/{name}"}
     statuses = set(paths["/kvweave/knowledge"]["post"]["responses"])
-    assert statuses == {"200", "400", "401", "413", "501", "507"}
+    assert statuses == {"200", "400", "401", "413", "501", "503", "507"}
     fields = paths["/kvweave/knowledge"]["post"]["requestBody"]["content"]["application/json"]
     assert set(fields["schema"]["properties"]) == set(knowledge.FIELDS)
 

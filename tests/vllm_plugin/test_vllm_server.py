@@ -291,6 +291,8 @@ def test_the_knowledge_base() -> None:
         ("PoolFull", 507),
         ("OutOfMemory", 507),
         ("Unsupported", 501),
+        ("DeviceUnavailable", 503),
+        ("StoreUnavailable", 503),
     ):
         server.reply = {"error": error, "text": "why"}
         got, body = server.ask("DELETE", "/kvweave/knowledge/x")
@@ -329,6 +331,21 @@ def test_documents_that_are_none_are_refused(document: Any, field: str) -> None:
     server = Server()
     status, body = server.ask("POST", "/kvweave/knowledge", document)
     assert (status, body["error"]["param"], server.calls) == (400, field, [])
+
+
+def test_an_engine_that_sleeps_is_asked_nothing() -> None:
+    """Its memory is gone; nor one that is paused, whose weights may be others in a moment."""
+    server = Server()
+    server.sleeps = True
+    for method, path, value in (
+        ("GET", "", None),
+        ("POST", "", {"name": "n", "tokens": [1]}),
+        ("DELETE", "/n", None),
+    ):
+        status, body = server.ask(method, f"/kvweave/knowledge{path}", value)
+        assert (status, body["error"]["type"]) == (503, "ServiceUnavailableError")
+        assert "expected an engine that is awake" in body["error"]["message"]
+    assert server.calls == []
 
 
 def test_an_engine_without_the_routes_says_so() -> None:

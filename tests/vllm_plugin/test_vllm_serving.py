@@ -163,6 +163,12 @@ def test_a_store_beside_segments_or_behind_offloading(model: Path) -> None:
     kept = {"store": str(store), "store_bytes": 2 << 30, "store_quota_bytes": 1 << 29}
     given = yaml.safe_load(text)["additional-config"]["kvweave"]
     assert given == {"segment_bytes": 1 << 30, **kept}
+    packed = ("--segment-dtype", "planes-2.5", "--store-reads", "always")
+    code, text = ran(model, "--segments-gib", 1, *packed, *sizes)
+    assert code == 0
+    given = yaml.safe_load(text)["additional-config"]["kvweave"]
+    chosen = {"segment_dtype": "planes-2.5", "store_reads": "always"}
+    assert given == {"segment_bytes": 1 << 30, **kept, **chosen}
     code, text = ran(model, "--offload-gib", 4, *sizes)
     assert code == 0
     transfer = yaml.safe_load(text)["kv-transfer-config"]
@@ -198,6 +204,9 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         (("--frozen-share", 0.5), "expected it beside segments-gib"),
         (("--segments-gib", 1, "--virtual-pages"), "virtual pages: expected none beside segments"),
         (("--store", model), "expected it beside segment_bytes"),
+        (("--segment-dtype", "int4"), "expected it beside segment_bytes"),
+        (("--segments-gib", 1, "--segment-dtype", "int3"), "expected one of int4, int8, half-int4"),
+        (("--segments-gib", 1, "--store-reads", "always"), "expected it beside store"),
         (("--segments-gib", 1, "--store-gib", 1), "expected it beside store"),
         (("--offload-gib", 1), "expected it beside store alone, got it beside none"),
         (("--offload-gib", 1, "--store", model, "--metrics"), "got it beside metrics"),

@@ -19,17 +19,34 @@ GIB = 2**30
 SUFFIXES = (".yaml", ".yml")
 """Files that `vllm serve --config` takes."""
 
+SegmentsGib = Annotated[
+    float | None, typer.Option(min=0.001, help="Reuse segments; GiB of each device's store.")
+]
+FrozenShare = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Of the store, for knowledge bases.")
+]
+SegmentDtype = Annotated[
+    str | None, typer.Option(help="Of the store: its pages are packed, as int4 or planes-3.")
+]
+StoreFolder = Annotated[
+    Path | None, typer.Option(help="A folder that keeps documents, or what is offloaded.")
+]
+StoreGib = Annotated[float | None, typer.Option(min=0.001, help="GiB that the folder may take.")]
+StoreQuotaGib = Annotated[
+    float | None, typer.Option(min=0.001, help="GiB of that for a namespace.")
+]
+StoreReads = Annotated[
+    str | None, typer.Option(help="Documents are read where that is faster, or always.")
+]
+
 
 @user_errors
 def vllm_config(
     model: Annotated[str, typer.Argument(help="A model's folder, or its name on the hub.")],
     heads: Annotated[Path | None, typer.Option(help="A head class map of this model.")] = None,
-    segments_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Reuse segments; GiB of each device's store.")
-    ] = None,
-    frozen_share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of the store, for knowledge bases.")
-    ] = None,
+    segments_gib: SegmentsGib = None,
+    frozen_share: FrozenShare = None,
+    segment_dtype: SegmentDtype = None,
     virtual_pages: Annotated[
         bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
     ] = False,
@@ -40,18 +57,13 @@ def vllm_config(
     metrics: Annotated[
         bool, typer.Option("--metrics", help="Of a head map too: what its heads hold.")
     ] = False,
-    store: Annotated[
-        Path | None, typer.Option(help="A folder that keeps documents, or what is offloaded.")
-    ] = None,
+    store: StoreFolder = None,
     store_shared: Annotated[
         bool, typer.Option("--store-shared", help="Several models may use the folder.")
     ] = False,
-    store_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="GiB that the folder may take.")
-    ] = None,
-    store_quota_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="GiB of that for a namespace.")
-    ] = None,
+    store_gib: StoreGib = None,
+    store_quota_gib: StoreQuotaGib = None,
+    store_reads: StoreReads = None,
     offload_gib: Annotated[
         float | None,
         typer.Option(min=0.001, help="vLLM 0.33: offload KV to so much memory, and the store."),
@@ -77,9 +89,11 @@ def vllm_config(
     given = {
         "heads": None if heads is None else str(heads.resolve(strict=True)),
         "frozen_share": frozen_share,
+        "segment_dtype": segment_dtype,
         "virtual_pages": virtual_pages or None,
         "store": None if store is None else str(store.resolve()),
         "store_shared": store_shared or None,
+        "store_reads": store_reads,
         **sizes,
     }
     chosen = {name: value for name, value in given.items() if value is not None}

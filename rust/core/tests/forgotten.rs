@@ -33,14 +33,32 @@ fn what_is_cached_of_a_namespace_goes_in_all_its_regimes() {
         computed(&cache, &text, namespace, regime);
     }
     assert!(cache.take_freed().is_empty(), "all is cached");
-    assert_eq!(cache.forget("a"), 6);
+    assert_eq!(cache.forget(Some("a")), 6);
     assert_eq!(pages(&cache.take_freed()).len(), 6 * 6);
-    assert_eq!((cache.forget("a"), cache.forget("c")), (0, 0));
+    assert_eq!((cache.forget(Some("a")), cache.forget(Some("c"))), (0, 0));
     for regime in [0, 7] {
         assert_eq!(cache.lookup_prefix_in(&text, "a", regime), 0);
         assert_eq!(cache.lookup_segment(&text, "a", regime), 0);
     }
     assert_eq!(cache.lookup_prefix(&text, "b"), 10);
+    cache.check().unwrap();
+}
+
+#[test]
+fn all_namespaces_are_forgotten_at_once() {
+    let cache = cache(16);
+    let text: Vec<u32> = (0..10).collect();
+    for (namespace, regime) in [("a", 0), ("a", 7), ("b", 0), ("", 0)] {
+        computed(&cache, &text, namespace, regime);
+    }
+    let request = admitted(&cache, &text, "b", 0).unwrap();
+    assert_eq!(cache.forget(None), 9, "but what is held");
+    for namespace in ["a", ""] {
+        assert_eq!(cache.lookup_prefix(&text, namespace), 0);
+    }
+    drop(request);
+    assert_eq!(cache.forget(None), 3);
+    assert_eq!(cache.lookup_prefix(&text, "b"), 0);
     cache.check().unwrap();
 }
 
@@ -51,12 +69,12 @@ fn what_is_held_or_frozen_stays() {
     let mut request = admitted(&cache, &text, "a", 0).unwrap();
     request.commit(12, 12).unwrap();
     request.freeze("book", 0..8).unwrap();
-    assert_eq!(cache.forget("a"), 0);
+    assert_eq!(cache.forget(Some("a")), 0);
     drop(request);
-    assert_eq!(cache.forget("a"), 1, "what no document holds");
+    assert_eq!(cache.forget(Some("a")), 1, "what no document holds");
     assert_eq!(cache.lookup_prefix(&text, "a"), 8);
     cache.delete_frozen("book", "a").unwrap();
-    assert_eq!(cache.forget("a"), 2);
+    assert_eq!(cache.forget(Some("a")), 2);
     cache.check().unwrap();
 }
 
@@ -148,14 +166,14 @@ proptest! {
                 }
                 2 if !live.is_empty() => drop(live.remove(length % live.len())),
                 3 => {
-                    let _ = cache.forget(namespace);
+                    let _ = cache.forget(Some(namespace));
                 }
                 _ => live.clear(),
             }
             cache.check().unwrap();
         }
         live.clear();
-        let _ = (cache.forget("a"), cache.forget("b"));
+        let _ = (cache.forget(Some("a")), cache.forget(Some("b")));
         for page in pages(&cache.take_freed()) {
             written[page as usize] = false;
         }

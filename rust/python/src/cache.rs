@@ -236,11 +236,11 @@ impl KvCache {
         self.freed.zero(py)
     }
 
-    /// Evicts all that is cached of a namespace; returns the blocks. What live requests and
-    /// documents hold stays.
-    #[pyo3(signature = (namespace=Text("")))]
-    fn forget(&self, py: Python<'_>, namespace: Text<'_>) -> PyResult<usize> {
-        call_core(py, || Ok::<_, Failure>(self.cache.forget(namespace.0)))
+    /// Evicts all that is cached of a namespace, or of all; returns the blocks. What live requests
+    /// and documents hold stays.
+    #[pyo3(signature = (namespace=Some(Text(""))))]
+    fn forget(&self, py: Python<'_>, namespace: Option<Text<'_>>) -> PyResult<usize> {
+        call_core(py, || Ok::<_, Failure>(self.cache.forget(namespace.map(|name| name.0))))
     }
 
     /// Tokens of the longest exact prefix that is cached in a namespace.

@@ -374,3 +374,28 @@ def test_a_document_whose_bases_have_no_room_no_rank_takes(
     admitted, _, _ = full.prefill(text(tokens, 60), 700)
     admitted.release()
     assert folders[1].read(full.store) is not None
+
+
+@pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
+def test_a_basis_that_nobody_has_any_more_has_room_for_another(
+    folder: Folder, tmp_path: Path, kind: str
+) -> None:
+    """Documents of one earlier engine after the other, in a store with room for one such basis."""
+    small = Engine(kind, arena=1 << 19)
+    assert small.store.room.bases == 3
+    for number in range(4):
+        one, writer = Folder(tmp_path / str(number)), Engine(kind, seed=number)
+        basis_made(writer)
+        name, written = one.insert(writer.store)
+        wanted = pages_of(writer, written)
+        found = one.read(small.store)
+        assert found is not None, number
+        with one.of(small.store).admit(found[0], "a") as request:
+            assert torch.equal(pages_of(small, request), wanted)
+            # Nobody takes the basis of what is held.
+            other, another = Folder(tmp_path / f"{number} b"), Engine(kind, seed=90 + number)
+            basis_made(another)
+            other.insert(another.store)
+            assert other.read(small.store) is None
+            assert found[1] == name
+        small.store.cache.forget(None)

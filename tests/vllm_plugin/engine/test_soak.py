@@ -20,9 +20,9 @@ SECONDS = os.environ.get("SOAK_SECONDS", "9")
 
 def _modes() -> list[Any]:
     far = versions.is_known(vllm.__version__, versions.WITH_VIRTUAL_PAGES)
-    longer = {"far": [pytest.mark.long]}
     modes = (mode for mode in soak.MODES if far or mode != "far")
-    return [pytest.param(mode, marks=longer.get(mode, ())) for mode in modes]
+    longer = [pytest.mark.long]
+    return [pytest.param(mode, marks=() if mode == "segments" else longer) for mode in modes]
 
 
 @pytest.mark.parametrize("mode", _modes())

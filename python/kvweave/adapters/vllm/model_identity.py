@@ -45,12 +45,17 @@ def model_identity(config: Any) -> str:
     if kind == "dummy":
         digest.update(str(model.seed).encode())
         return digest.hexdigest()
-    for path in _weights(model, load):
+    for path in weight_files(config):
         digest.update(_sampled(path))
     return digest.hexdigest()
 
 
-def _weights(model: Any, load: Any) -> list[Path]:
+def weight_files(config: Any) -> list[Path]:
+    """The files that the weights of a `VllmConfig`'s model came from.
+
+    Errors: `Unsupported` where they are no files on this machine.
+    """
+    model, load = config.model_config, config.load_config
     folder = Path(model.model_weights or model.model)
     if not folder.exists():
         folder = _snapshot(str(folder), model.revision, load.download_dir)

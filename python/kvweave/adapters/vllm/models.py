@@ -38,6 +38,7 @@ from kvweave.adapters.vllm.segments.model import (
     forward_of_step,
     give_store,
     guard_model,
+    weights_replaced,
 )
 from kvweave.adapters.vllm.served_models import check_model
 from kvweave.adapters.vllm.start_line import log_compared, log_start
@@ -59,6 +60,7 @@ class _KvweaveModel:
         options = _options_of(vllm_config)
         log_start(vllm_config)
         self.split = self.layout = self.budgets = self.compared = None
+        self.is_loaded = False
         reusing = options.segment_bytes is not None
         classes = _classes_of(vllm_config, options)
         check_together(_parts_of(options, classes), vllm_config)
@@ -95,18 +97,28 @@ class _KvweaveModel:
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Loads a checkpoint, heads in the order of the split.
 
-        Errors: as `watched` for a map of other weights. What replaces the weights later, in
-        training, is not compared.
+        What replaces the weights later, in training, is not compared with a map, and nothing that
+        was computed before is reused.
+
+        Errors: as `watched` for a map of other weights.
         """
+        again, self.is_loaded = self.is_loaded, True
+        if again:
+            with weights_replaced(weights) as others:
+                return self._loaded(others)
         compared, self.compared = self.compared, None
         if compared is not None:
             weights = watched(weights, compared)
+        loaded = self._loaded(weights)
+        if compared is not None:
+            log_compared(compared)
+        return loaded
+
+    def _loaded(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         if self.split is not None:
             weights = in_order(weights, self.split)
         stock: Any = super()
         loaded: set[str] = stock.load_weights(weights)
-        if compared is not None:
-            log_compared(compared)
         return loaded
 
 

@@ -127,21 +127,32 @@ class PoolBases:
         shared: torch.Tensor | None,
     ) -> None:
         self.bases, self.format, self.pages = bases, of, pages
+        self._given = shared
         # What `bases.of` says, wherever that lies.
         self._of = np.zeros(len(bases.of), np.int32)
         # The basis that is known to every pool of the format, if there is one.
         self._known_to_all = None if needs_steps(of) else UNROTATED
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Has no block be packed in any of them, whatever lies in their memory now.
+
+        The shared one is the given one, or made of what is packed from now on.
+        """
+        self._of[:] = 0
+        self.bases.of.zero_()
+        self.bases.data.zero_()
         if self._known_to_all is not None:
-            axes = torch.eye(of.head_dim)[: of.channels]
-            bases.data[UNROTATED, :, :, 1:] = axes.to(bases.data.device)
+            axes = torch.eye(self.format.head_dim)[: self.format.channels]
+            self.bases.data[UNROTATED, :, :, 1:] = axes.to(self.bases.data.device)
         self.shared = UNROTATED
         # Of bases by their numbers what they are on the host, and by what these are known again.
         self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._moments: ops.Moments | None = None
-        if shared is None:
-            self._moments = ops.Moments(of, pages)
+        if self._given is None:
+            self._moments = ops.Moments(self.format, self.pages)
             return
-        self._share(shared)
+        self._share(self._given)
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +215,14 @@ class PoolBases:
     def forget(self, blocks: Int32) -> None:
         """Says that blocks [N] are packed in no basis of their own."""
         self.assign(blocks, UNROTATED)
+
+    def let_go(self, runs: Int32) -> None:
+        """Hears of free pages, rows [N, 2] of a first one and how many: nobody reads these.
+
+        What the device has of them is written anew with the next blocks that are packed there.
+        """
+        for first, count in runs.tolist():
+            self._of[first : first + count] = UNROTATED
 
     def own_bytes(self, blocks: Int32) -> int:
         """Bytes of the bases of their own that blocks are packed in."""

@@ -5,14 +5,15 @@ use crate::error::Error;
 use super::KvCache;
 
 impl KvCache {
-    /// Evicts all that is cached of a namespace, in every regime; returns the blocks. What live
-    /// requests and documents hold stays, and is cached as ever once they let go of it.
+    /// Evicts all that is cached of a namespace, or of all, in every regime; returns the blocks.
+    /// What live requests and documents hold stays, and is cached as ever once they let go of it.
     #[must_use]
-    pub fn forget(&self, namespace: &str) -> usize {
+    pub fn forget(&self, namespace: Option<&str>) -> usize {
         let mut stored = self.0.store.lock();
         let state = &mut *stored;
         let index = &state.index;
-        let blocks = state.pool.cached_blocks(|block| index.is_of(block, namespace));
+        let blocks =
+            state.pool.cached_blocks(|block| namespace.is_none_or(|name| index.is_of(block, name)));
         for &block in &blocks {
             // One may have gone with another before it.
             if state.pool.is_cached(block) {

@@ -129,6 +129,8 @@ class DocumentShards:
         assert self._packed is not None
         document, pool = self._packed.read(shard), self._packed.pool
         if pool.bases is not None and document.bases is not None:
+            # What was freed by now is packed in no basis any more.
+            pool.cache.zero_freed()
             pool.bases.expect_room(document.bases)
         return document
 

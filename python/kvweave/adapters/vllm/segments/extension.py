@@ -17,7 +17,7 @@ from kvweave.adapters.vllm.segments.knowledge_base import Reply
 from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
 from kvweave.adapters.vllm.segments.worker import SegmentWorker, SegmentWorkerConnector
 from kvweave.cache import FrozenSegment
-from kvweave.errors import InvalidArgument, KvweaveError, Unsupported
+from kvweave.errors import DeviceUnavailable, InvalidArgument, KvweaveError, Unsupported
 
 
 class KnowledgeBaseWorker:
@@ -35,8 +35,10 @@ class KnowledgeBaseWorker:
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
             worker = _worker()
             if worker.kept is None:
-                # Where a folder keeps documents, those used least give way instead.
                 worker.store.require_room(name, ids, namespace)
+            else:
+                # Where a folder keeps documents, those used least give way instead.
+                worker.store.require_room_alone(len(ids))
             worker.expect_document(ids, namespace)
             why = worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             entry = _shown(worker.store.cache.frozen_segment(name, namespace))
@@ -92,6 +94,11 @@ def _reply(action: Callable[[], Any]) -> Reply:
 def _worker() -> SegmentWorker:
     connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
     if isinstance(connector, SegmentWorkerConnector) and connector.worker is not None:
+        if connector.asleep:
+            expected, got = "an engine that is awake", "one that sleeps"
+            text = f"knowledge base: expected {expected}, got {got}"
+            raise DeviceUnavailable(text, expected=expected, got=got)
+        connector.worker.look_after_sleep()
         return connector.worker
     text = "knowledge base: expected an engine that reuses segments, got one that does not"
     raise Unsupported(text, expected="kvweave.segment_bytes", got="none")

@@ -23,10 +23,18 @@ from vllm.distributed import get_tp_group
 from kvweave.adapters.vllm.own_store import opened_for
 from kvweave.adapters.vllm.segments.document_shards import Document, DocumentShards
 from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
+from kvweave.adapters.vllm.segments.kept_weights import KeptWeights
 from kvweave.adapters.vllm.segments.ranks import agreed, all_of
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, DocumentRoom, SegmentStore
 from kvweave.cache import KvRequest
-from kvweave.errors import ForeignStore, KvweaveError, PoolFull, UnknownSegment
+from kvweave.errors import (
+    ForeignStore,
+    InvalidArgument,
+    KvweaveError,
+    PoolFull,
+    UnknownSegment,
+    UnknownShard,
+)
 
 _log = logging.getLogger(__name__)
 HEAD = 16
@@ -43,7 +51,7 @@ class KeptDocuments:
 
     `model` names the weights and their configuration (`model_identity`), and behind a space the
     head map; `owner` is the model that the folder is to belong to, None: any. `weighing` says which
-    documents are worth reading.
+    documents are worth reading, `weights` which weights all are of.
 
     Errors: as `opened_for`.
     """
@@ -54,12 +62,13 @@ class KeptDocuments:
         folder: Path,
         model: str,
         weighing: DocumentWeighing,
+        weights: KeptWeights,
         owner: str | None = None,
         capacity_bytes: int | None = None,
         quota_bytes: int | None = None,
     ) -> None:
         group = get_tp_group()
-        self._segments, self.weighing = segments, weighing
+        self._segments, self.weighing, self.weights = segments, weighing, weights
         heads = f"rank-{group.rank_in_group}-of-{group.world_size}"
         _check_others(folder, group.world_size, owner)
         # Names in SHA-256: one tenant must not choose a text that takes the place of another's.
@@ -95,8 +104,9 @@ class KeptDocuments:
     def freeze(self, request: KvRequest, name: str) -> None:
         """Freezes all of a committed request; kept documents make room, those used least first.
 
-        Errors: `PoolFull` where they do not make enough.
+        Errors: `PoolFull` where they do not make enough; none goes for one that is too large alone.
         """
+        self._segments.require_room_alone(request.length)
         while True:
             try:
                 request.freeze(name, 0, request.length)
@@ -132,6 +142,15 @@ class KeptDocuments:
             return False
         self._drop(namespace, shard)
         return True
+
+    def all_went(self) -> None:
+        """Hears that the device has no document any more: those of the folder can be read again."""
+        self._frozen.clear()
+
+    def leave(self) -> None:
+        """Says that the folder is left as it is: the engine's weights are others now."""
+        text = "the weights were replaced: from now on documents last as long as the engine"
+        self._tell(text, "replaced")
 
     # ---- a prompt that is looked up ------------------------------------------------------------
 
@@ -182,7 +201,7 @@ class KeptDocuments:
         self._refresh()
         texts = {name: ids for (space, name), ids in self._texts.items() if space == namespace}
         name = agreed(_most_alike(texts, tokens))
-        if name is None or self._is_whole((namespace, name)):
+        if name is None or self._is_whole((namespace, name), texts[name]):
             return False
         document = texts[name]
         size, end = self._stored_bytes((namespace, name)), start + len(document)
@@ -203,7 +222,7 @@ class KeptDocuments:
         try:
             listed = list(self.store.documents())
         except KvweaveError as error:
-            self._tell(f"documents are not found: {error}")
+            self._tell(f"documents are not found: {error}", "not found")
             return
         if listed == self._listed:
             return
@@ -222,7 +241,7 @@ class KeptDocuments:
     def _computed_anew(self, error: KvweaveError) -> None:
         """Counts a shard that cannot be read, and says so."""
         self._brought["refused"] += 1
-        self._tell(f"a document is computed anew: {error}")
+        self._tell(f"a document is computed anew: {error}", type(error).__name__)
 
     def _stored_bytes(self, document: Name) -> int:
         """Bytes that reading a document takes; 0 where it cannot be opened, as reading it says."""
@@ -235,9 +254,22 @@ class KeptDocuments:
 
     @torch.inference_mode()
     def _bring(self, read: Document, document: Name, tokens: Ids) -> bool:
-        """Writes a document's KV into the pages and freezes it; not where there is no room."""
+        """Writes a document's KV into the pages and freezes it; not where a rank has no room."""
+        request = None
         try:
-            with self._shards.admit(read, document[0]) as request:
+            self._segments.require_room_alone(len(tokens))
+            request = self._shards.admit(read, document[0])
+        except PoolFull:
+            pass
+        except KvweaveError as error:
+            self._computed_anew(error)
+        if not all_of(request is not None):
+            if request is not None:
+                request.release()
+            return False
+        assert request is not None
+        try:
+            with request:
                 self.freeze(request, document[1])
         except PoolFull:
             return False
@@ -267,16 +299,21 @@ class KeptDocuments:
         self._frozen[document] = tokens
 
     def _drop(self, namespace: str, shard: str | None) -> None:
-        """Removes a shard that no document names any more."""
+        """Removes a shard that no document names any more.
+
+        Another engine on the folder may have named it meanwhile, or removed it.
+        """
         if shard is not None and shard not in self._named_shards(namespace).values():
-            self.store.delete(shard)
+            with suppress(InvalidArgument, UnknownShard):
+                self.store.delete(shard)
 
     def _named_shards(self, namespace: str) -> dict[str, str]:
         """The shard of each document of a namespace, by name."""
         return {name: shard for _, name, shard in self.store.documents(namespace)}
 
-    def _is_whole(self, document: Name) -> bool:
-        if document not in self._frozen:
+    def _is_whole(self, document: Name, tokens: Ids) -> bool:
+        """Whether a document is frozen with the text that the folder has, maybe a new one."""
+        if not np.array_equal(self._frozen.get(document, ()), tokens):
             return False
         namespace, name = document
         try:
@@ -305,12 +342,13 @@ class KeptDocuments:
         if all_of(why is None):
             return None
         why = why or "another rank could not write it"
-        self._tell(f"document {name!r} is not kept: {why}")
+        self._tell(f"document {name!r} is not kept: {why}", "not kept")
         return why
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _tell(self, text: str, kind: str) -> None:
+        """Says something, once of each kind."""
+        if kind not in self._told:
+            self._told.add(kind)
             _log.warning("kvweave store: %s", text)
 
 

@@ -37,10 +37,12 @@ class Chunk:
 class SegmentMessage(KVConnectorMetadata):
     """Chunks of this step, and requests of which nothing more will come.
 
+    `reset`: before anything of it is looked up, what requests left in the store is to go.
     `work`: what all requests of the step come to, marked or not, where a folder's documents are
     weighed by it.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    reset: bool = False
     work: StepWork = field(default_factory=StepWork)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +13,12 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention import give_store, guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
-from kvweave.adapters.vllm.segments.worker import SegmentWorkerConnector
+from kvweave.adapters.vllm.segments.worker import SegmentWorker, SegmentWorkerConnector
 from kvweave.errors import InvalidArgument
 
 CONNECTOR = KvweaveSegments.__name__
 
-__all__ = ["check_connector", "forward_of_step", "give_store", "guard_model"]
+__all__ = ["check_connector", "forward_of_step", "give_store", "guard_model", "weights_replaced"]
 
 
 def check_connector(config: VllmConfig) -> None:
@@ -40,10 +42,7 @@ def forward_of_step(
     **others: Any,
 ) -> torch.Tensor | None:
     """Hidden states [N, ·] of a step in which segments are reused; None where none are."""
-    if not has_kv_transfer_group():
-        return None
-    connector: Any = get_kv_transfer_group()
-    worker = connector.worker if isinstance(connector, SegmentWorkerConnector) else None
+    worker = _worker()
     if worker is None:
         return None
     try:
@@ -56,3 +55,24 @@ def forward_of_step(
     except BaseException:
         worker.abandon()
         raise
+
+
+@contextmanager
+def weights_replaced(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[Iterable[tuple[str, torch.Tensor]]]:
+    """Weights on their way into a model that has served: behind them its store is empty."""
+    worker = _worker()
+    if worker is None:
+        yield weights
+        return
+    try:
+        yield worker.watched(weights)
+    finally:
+        worker.weights_were_replaced()
+
+
+def _worker() -> SegmentWorker | None:
+    """This process's, if its engine reuses segments and has begun."""
+    connector: Any = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector.worker if isinstance(connector, SegmentWorkerConnector) else None

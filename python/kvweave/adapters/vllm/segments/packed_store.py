@@ -123,7 +123,20 @@ class PackedSegmentStore(SegmentStore):
         self.bases: PoolBases | None = None
         if self.packed.bases is not None:
             self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
-        return KvCache(shape, blocks=room.blocks, memory=False, **settings)
+        cache = KvCache(shape, blocks=room.blocks, memory=False, **settings)
+        if self.bases is not None:
+            # A document's basis has room for another one once nobody has its pages.
+            cache.zero_freed_by(self.bases.let_go)
+        return cache
+
+    def begin_anew(self) -> None:
+        """As `SegmentStore.begin_anew`; pages are packed in a basis that comes of later tokens."""
+        super().begin_anew()
+        if self.bases is not None:
+            self.bases.begin_anew()
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [self._unpacked, self.packed.data]
 
     def _take_copies(self, admitted: AdmittedPrompt) -> None:
         admitted.sources = np.asarray(admitted.request.take_copies(), np.int32).reshape(-1, 6)

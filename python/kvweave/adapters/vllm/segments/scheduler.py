@@ -58,6 +58,7 @@ class MarkedRequests:
         self.weighs = weighs
         self._marked: dict[str, _Marked] = {}
         self._ended: list[str] = []
+        self._reset = False
 
     def arrived(self, request: Any) -> None:
         """A new request."""
@@ -73,6 +74,10 @@ class MarkedRequests:
         self._ended.append(request_id)
         return marked.said()
 
+    def reset(self) -> None:
+        """Has the workers' stores lose what requests left there."""
+        self._reset = True
+
     def heard(self, outcomes: dict[str, PromptOutcome]) -> None:
         """What the workers did with prompts in a step."""
         for name, outcome in outcomes.items():
@@ -83,8 +88,8 @@ class MarkedRequests:
 
     def message(self, scheduled: Any) -> SegmentMessage:
         """What the workers must know of a step, from vLLM's `SchedulerOutput`."""
-        message = SegmentMessage(ended=self._ended)
-        self._ended = []
+        message = SegmentMessage(ended=self._ended, reset=self._reset)
+        self._ended, self._reset = [], False
         for name in scheduled.preempted_req_ids or ():
             if name in self._marked:
                 message.ended.append(name)
@@ -147,6 +152,14 @@ class SegmentSchedulerConnector(IdleConnector):
     def on_new_request(self, request: Any) -> None:
         """Takes note of markers."""
         self.requests.arrived(request)
+
+    def reset_cache(self) -> bool:
+        """Has the workers' stores lose what requests left there, before the next look-up.
+
+        vLLM asks for that when somebody resets its caches, and whenever it goes to sleep.
+        """
+        self.requests.reset()
+        return True
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """The message of a step."""

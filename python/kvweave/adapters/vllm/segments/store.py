@@ -23,6 +23,7 @@ from torch.utils.dlpack import from_dlpack
 
 from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.memory_mark import MemoryMark
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.cache import FrozenSegment, KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, sent
@@ -201,6 +202,7 @@ class SegmentStore:
         )
         settings: dict[str, Any] = {"frozen_share": frozen_share, "fingerprint": fingerprint}
         self.cache = self._allocate(shape, arena_bytes, settings)
+        self._mark = MemoryMark(geometry.device)
 
     def _allocate(self, shape: KvShape, arena_bytes: int, settings: dict[str, Any]) -> KvCache:
         if self.geometry.device.type == "cpu":
@@ -355,19 +357,50 @@ class SegmentStore:
 
         Errors: `PoolFull` beyond the frozen share.
         """
-        stats = self.cache.stats()
-        # The cache rounds its share to a whole per cent so.
-        limit = int(stats["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+        stats, limit = self.cache.stats(), self._most_frozen
         own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
         free = max(limit - int(stats["frozen"]) + sum(own), 0)
         ids = np.asarray(tokens, np.int32)
         size = self.page_tokens
         shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // size
-        needed = -(-len(tokens) // size) - shared
-        if needed > free:
-            expected, got = f"{needed} blocks to be available", str(free)
-            text = f"frozen share of the store: expected {expected}, got {got}"
-            raise PoolFull(text, expected=expected, got=got)
+        _expect_blocks(-(-len(tokens) // size) - shared, free)
+
+    def require_room_alone(self, tokens: int) -> None:
+        """Refuses a document of so many tokens that could not be frozen without any other.
+
+        Errors: `PoolFull` beyond the frozen share.
+        """
+        _expect_blocks(-(-tokens // self.page_tokens), self._most_frozen)
+
+    @property
+    def _most_frozen(self) -> int:
+        """Blocks of the frozen share, which the cache rounds to a whole per cent so."""
+        return int(self.cache.stats()["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+
+    def forget(self, *, documents: bool) -> None:
+        """Has nothing be found any more that requests left, and no `documents` where these go too.
+
+        What prompts still hold stays, and is found again once they let go of it.
+        """
+        if documents:
+            for entry in self.cache.frozen():
+                self.cache.delete(entry.name, entry.namespace)
+        self.cache.forget(None)
+
+    def is_intact(self) -> bool:
+        """Whether its memory is what it was; waits for the device."""
+        return self._mark.is_there()
+
+    def begin_anew(self) -> None:
+        """Has it be empty, whatever lies in its memory now; nobody may hold anything of it."""
+        self.forget(documents=True)
+        for part in self._parts():
+            part.zero_()
+        self._mark.renew()
+
+    def _parts(self) -> list[torch.Tensor]:
+        """All of its memory."""
+        return [self.pages]
 
     @property
     def block_bytes(self) -> int:
@@ -381,6 +414,13 @@ class SegmentStore:
 
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return sent(array, self.geometry.device)
+
+
+def _expect_blocks(needed: int, free: int) -> None:
+    if needed > free:
+        expected, got = f"{needed} blocks to be available", str(free)
+        text = f"frozen share of the store: expected {expected}, got {got}"
+        raise PoolFull(text, expected=expected, got=got)
 
 
 def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -12,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.forward_context import get_forward_context
 
 from kvweave.adapters.vllm.connector import IdleConnector
-from kvweave.adapters.vllm.model_identity import model_identity
+from kvweave.adapters.vllm.model_identity import model_identity, weight_files
 from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.segments.attention import named_under
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, layers_with_store
@@ -24,8 +27,10 @@ from kvweave.adapters.vllm.segments.document_weighing import DocumentWeighing
 from kvweave.adapters.vllm.segments.draft_steps import DraftSteps
 from kvweave.adapters.vllm.segments.events import are_published
 from kvweave.adapters.vllm.segments.kept_documents import KeptDocuments
+from kvweave.adapters.vllm.segments.kept_weights import KeptWeights
 from kvweave.adapters.vllm.segments.known_documents import KnownDocuments
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
+from kvweave.adapters.vllm.segments.ranks import all_of
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats, SegmentStats
 from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
@@ -33,6 +38,8 @@ from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, UnknownSegmen
 from kvweave.flops import TextSizes
 from kvweave.policies import Full
 from kvweave.runner.clock import Clock
+
+_Taken = TypeVar("_Taken")
 
 
 class SegmentWorker:
@@ -86,6 +93,8 @@ class SegmentWorker:
         self._changed |= bool(message.ended or message.chunks)
         for name in message.ended:
             self._let_go(name)
+        if message.reset:
+            self._reset()
         self._chunks, self._batch, self._step_layers = [], None, None
         for chunk in message.chunks:
             if chunk.prompt is not None:
@@ -97,6 +106,31 @@ class SegmentWorker:
                 self._chunks.append(chunk)
         if self.kept is not None:
             self.kept.weighing.begin(message.work, self.stats.rows_spared)
+
+    def look_after_sleep(self) -> None:
+        """Has the store be empty where its memory was given back while the engine slept."""
+        if not self.store.is_intact():
+            self.lose_all()
+
+    def lose_all(self) -> None:
+        """Has the store be empty: its memory is gone, or of other weights. Prompts are computed."""
+        self._let_all_go()
+        self.store.begin_anew()
+        if self.kept is not None:
+            self.kept.all_went()
+
+    def watched(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """Weights that replace the model's own, as they come."""
+        return weights if self.kept is None else self.kept.weights.watched(weights)
+
+    def weights_were_replaced(self) -> None:
+        """Nothing that was computed before is of use, and a folder alone where all are the same."""
+        self.lose_all()
+        if self.kept is not None and not all_of(self.kept.weights.are_same):
+            self.kept.leave()
+            self.kept = None
 
     def step(self) -> Step | None:
         """What the forward of this step has to do; None where nothing is reused.
@@ -176,14 +210,19 @@ class SegmentWorker:
 
         Why the folder does not keep it, or None.
 
-        Errors: `PoolFull` without room, or beyond the share that may be frozen.
+        Errors: `PoolFull` without room, or beyond the share that may be frozen; `OutOfMemory` where
+        a device has none for what is encoded. Every rank raises where one of them does.
         """
         self._changed = True
         if self.kept is not None and self.kept.take(name, tokens, namespace):
             return None
-        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        admitted = _on_all_ranks(
+            lambda: self.store.admit(tokens, [], namespace, Full(), discover=False)
+        )
         try:
-            with self.store.encoding(admitted) as room:
+            with ExitStack() as held:
+                encoding = self.store.encoding(admitted)
+                room = _on_all_ranks(lambda: held.enter_context(encoding))
                 encode_document(model, self.attention, room, tokens, config)
             if self.kept is None:
                 admitted.request.freeze(name, 0, len(tokens))
@@ -198,13 +237,15 @@ class SegmentWorker:
 
         Errors: `UnknownSegment` when there is none.
         """
-        was_kept = self.kept is not None and self.kept.delete(namespace, name)
-        self._changed = True
+        self._changed, missing = True, None
         try:
+            # Whatever becomes of a rank's folder: what ranks find on their devices stays alike.
             self.store.cache.delete(name, namespace)
-        except UnknownSegment:
-            if not was_kept:
-                raise
+        except UnknownSegment as error:
+            missing = error
+        was_kept = self.kept is not None and self.kept.delete(namespace, name)
+        if missing is not None and not was_kept:
+            raise missing
 
     def _batch_of_step(self) -> Batch:
         if self._batch is None:
@@ -282,6 +323,18 @@ class SegmentWorker:
         admitted.release()
         return self.store.admit(*asked)
 
+    def _reset(self) -> None:
+        """What requests left goes; documents stay where their memory is what it was."""
+        self.look_after_sleep()
+        self._let_all_go()
+        self.store.forget(documents=False)
+
+    def _let_all_go(self) -> None:
+        """What is left of prompts that are being computed is computed, and not kept."""
+        self._changed, self._chunks, self._batch = True, [], None
+        for name in list(self._admitted):
+            self._let_go(name)
+
     def _let_go(self, name: str) -> None:
         self._prompts.pop(name, None)
         admitted = self._admitted.pop(name, None)
@@ -294,6 +347,20 @@ class SegmentWorker:
         return self._step_layers
 
 
+def _on_all_ranks(take: Callable[[], _Taken]) -> _Taken:
+    """What each rank takes before all of them compute together; an error on all, or on none."""
+    taken, why = [], None
+    try:
+        taken.append(take())
+    except (PoolFull, OutOfMemory) as error:
+        why = error
+    if all_of(why is None):
+        return taken[0]
+    expected, got = "room on all ranks", "too little on another one"
+    text = f"knowledge base: expected {expected}, got {got}"
+    raise why or OutOfMemory(text, expected=expected, got=got)
+
+
 def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
     options = options_of(config.additional_config)
     if options.store is None:
@@ -301,7 +368,15 @@ def _kept_of(config: VllmConfig, store: SegmentStore) -> KeptDocuments | None:
     sizes = options.store_bytes, options.store_quota_bytes
     model = model_identity(config)
     named, owner = named_under(model, options), None if options.store_shared else model
-    return KeptDocuments(store, options.store, named, _weighing_of(config, store), owner, *sizes)
+    weighing, files = _weighing_of(config, store), _files_of(config)
+    weights = KeptWeights(files)
+    return KeptDocuments(store, options.store, named, weighing, weights, owner, *sizes)
+
+
+def _files_of(config: VllmConfig) -> list[Path]:
+    """The files of the weights; none of weights that are made of a seed."""
+    kind = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    return [] if kind == "dummy" else weight_files(config)
 
 
 def _weighing_of(config: VllmConfig, store: SegmentStore) -> DocumentWeighing:
@@ -318,6 +393,7 @@ class SegmentWorkerConnector(IdleConnector):
     """
 
     worker: SegmentWorker | None = None
+    asleep = False
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Tensors of vLLM are there: segments may come."""
@@ -334,6 +410,14 @@ class SegmentWorkerConnector(IdleConnector):
         super().bind_connector_metadata(connector_metadata)
         if self.worker is not None and isinstance(connector_metadata, SegmentMessage):
             self.worker.begin(connector_metadata)
+
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep: until it wakes there is no memory of the store (0.33)."""
+        self.asleep = True
+
+    def restore_kv_caches(self) -> None:
+        """It has woken. What its memory is worth is looked at before anything is read there."""
+        self.asleep = False
 
     def wait_for_save(self) -> None:
         """Keeps what the step computed."""

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, unquote
 from kvweave.adapters.vllm.segments.knowledge_base import answer
 from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
 from kvweave.adapters.vllm.server.replies import BadRequest, body
-from kvweave.errors import Unsupported
+from kvweave.errors import DeviceUnavailable, Unsupported
 
 PATH = "/kvweave/knowledge"
 FIELDS = ("name", "text", "tokens", "namespace")
@@ -38,6 +38,11 @@ async def call(state: Any, method: str, path: str, query: bytes, data: bytes) ->
     if not state.vllm_config.parallel_config.worker_extension_cls:
         text = "knowledge base: expected --worker-extension-cls to be given, got none"
         raise Unsupported(text, expected="--worker-extension-cls", got="none")
+    if await engine.is_sleeping():
+        # Its memory is gone, or its weights are about to be replaced.
+        expected, got = "an engine that is awake", "one that sleeps or is paused"
+        text = f"knowledge base: expected {expected}, got {got}"
+        raise DeviceUnavailable(text, expected=expected, got=got)
     name = unquote(path[len(PATH) + 1 :])
     if method == "GET" and not name:
         entries = answer(await engine.collective_rpc("kvweave_list", args=(_namespace(query),)))

@@ -57,6 +57,7 @@ REFUSED = {
     "400": "A field that can never be right; `param` names it.",
     "401": "Without one of the server's keys.",
     "501": "An engine that does not reuse segments.",
+    "503": "An engine that sleeps or is paused, or a folder's disk that cannot be used.",
 }
 
 

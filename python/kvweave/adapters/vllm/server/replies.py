@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 from kvweave.errors import (
+    DeviceUnavailable,
     InvalidArgument,
     KvweaveError,
     OutOfMemory,
     PoolFull,
+    StoreUnavailable,
     UnknownSegment,
     Unsupported,
 )
@@ -20,6 +22,8 @@ STATUS: tuple[tuple[type[KvweaveError], int], ...] = (
     (OutOfMemory, 507),
     (InvalidArgument, 400),
     (Unsupported, 501),
+    (DeviceUnavailable, 503),
+    (StoreUnavailable, 503),
 )
 KINDS = {
     400: "BadRequestError",
@@ -28,6 +32,7 @@ KINDS = {
     405: "MethodNotAllowedError",
     413: "RequestTooLargeError",
     501: "UnsupportedError",
+    503: "ServiceUnavailableError",
     507: "InsufficientStorageError",
 }
 
