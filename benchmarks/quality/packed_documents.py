@@ -1,7 +1,8 @@
 """What packing documents costs: `python -m benchmarks.quality.packed_documents MODEL --out FILE`.
 
 Tasks of the eval lab, each sample measured against full prefill of the same prompt by runners that
-keep documents in exact pages, and in packed ones of each format. Formats in a basis have the shared
+keep documents in exact pages, and in packed ones of each format; and these against the same policy
+over exact pages, for reuse costs what it costs over both. Formats in a basis have the shared
 one of their runner, made of `--calibrated` tokens of speeches; needles lie in speeches too. KL is
 nats a token of full's own answer (of a text, of what follows), in float32; intervals are over
 samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs.
@@ -79,7 +80,7 @@ class Bench:
         bases = runner.packed.bases
         assert bases is None or not bases.wants_moments
 
-    def measure(self, task: Task, index: int) -> dict[str, Any]:
+    def measure(self, task: Task, index: int, policies: Sequence[str]) -> dict[str, Any]:
         """One sample: by policy and runner what it differs by, and what it holds."""
         sample = task.sample(self.tokenizer, np.random.default_rng([SEED, index]))
         exact, *packed = self.runners.values()
@@ -91,9 +92,14 @@ class Bench:
                 runner.flush()
             measurer = SampleMeasurer(exact, ready, index, space, MAX_NEW_TOKENS)
             rows = {"full": _row(measurer.full())}
-            for named, policy in POLICIES.items():
+            for named in policies:
+                policy = POLICIES[named]
+                beside = measurer.beside(policy)
                 for name, runner in self.runners.items():
-                    rows[f"{named}, {name}"] = _row(measurer.on(runner).policy(policy))
+                    row = _row(measurer.on(runner).policy(policy))
+                    if runner is not exact:
+                        row["kl_exact"] = float(np.mean(beside.on(runner).policy(policy).kl))
+                    rows[f"{named}, {name}"] = row
         return rows
 
 
@@ -125,7 +131,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
             made = asked.model, asked.length, asked.calibrated, asked.formats, asked.exact_first
             bench = bench or Bench(*made)
             drawn = task_of(task, asked.length, corpus, "uneven", asked.documents)
-            done[name].append(bench.measure(drawn, index))
+            done[name].append(bench.measure(drawn, index, asked.policies))
             yield f"{name} {index}"
 
 
@@ -144,8 +150,8 @@ def table(record: Mapping[str, Any]) -> list[str]:
     draws = Bootstrap()
     lines = [
         "| policy | documents | KL to full, nats a token | more than over exact ones by "
-        "| likeliest token is full's | score |",
-        "|---|---|---:|---|---:|---:|",
+        "| KL to these | likeliest token is full's | score |",
+        "|---|---|---:|---|---|---:|---:|",
     ]
     scored = [rows for task, rows in record["tasks"].items() if not task.startswith("lm")]
     for name in next(iter(record["tasks"].values()))[0]:
@@ -157,10 +163,13 @@ def table(record: Mapping[str, Any]) -> list[str]:
         more = ""
         if name != exact:
             more = _said(draws.pooled(_columns(record, name, exact), difference))
+        beside = ""
+        if all("kl_exact" in row[name] for rows in record["tasks"].values() for row in rows):
+            beside = _said(draws.pooled(_columns(record, name, of="kl_exact")))
         same = np.mean([task.mean() for task in _columns(record, name, of="top1")])
         scores = [row[name]["score"] for rows in scored for row in rows]
         score = f"{np.mean(scores):.2f}" if scores else ""
-        lines.append(f"| {policy} | {runner} | {kl} | {more} | {same:.1%} | {score} |")
+        lines.append(f"| {policy} | {runner} | {kl} | {more} | {beside} | {same:.1%} | {score} |")
     return lines
 
 
@@ -172,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, default=4, help="in a prompt")
     parser.add_argument("--samples", type=int, default=9, help="of each task")
     parser.add_argument("--calibrated", type=int, default=2048, help="tokens of shared bases")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     kinds = list(dict.fromkeys(task for task, _ in TASKS))
     parser.add_argument("--tasks", nargs="+", choices=kinds, default=kinds)
