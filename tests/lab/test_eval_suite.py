@@ -115,6 +115,24 @@ def test_without_own_answers_only_what_differs_is_not_said(
     assert differ == {True, False}
 
 
+def test_beside_a_policy_it_is_its_logits_that_others_are_from(
+    runner: Runner, samples: list[Sample]
+) -> None:
+    """Over the tokens of full's answer, as before."""
+    with inserted(runner, samples[0], "ns") as ready:
+        measurer = SampleMeasurer(runner, ready, 0, "ns", 8)
+        beside = measurer.beside("naive")
+        same, full, naive = (
+            of.policy(policy)
+            for of, policy in ((beside, "naive"), (beside, "full"), (measurer, "naive"))
+        )
+        assert max(same.kl) == 0.0
+        assert (full.top1, len(full.kl)) == (naive.top1, len(naive.kl))
+        assert min(max(full.kl), max(naive.kl)) > 0.0
+        assert full.kl != naive.kl
+        assert measurer.policy("naive").kl == naive.kl
+
+
 class Forced(Sampling):
     """Says what it is told to, and keeps the logits of each step."""
 

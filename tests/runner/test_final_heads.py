@@ -72,7 +72,7 @@ def test_it_is_the_definition(model: Any, sights: Any) -> None:
         return meanings[of[0].shape[1]](layer, of)
 
     ways = (own, sights), (shared, sights), (own, None)
-    doubles = [DocumentDecoding(model, 400, 16, shared, of, seen) for of, seen in ways]
+    doubles = [DocumentDecoding(model, 400, 16, shared, of, seen, 1) for of, seen in ways]
     wanted, first, dense = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )
@@ -148,8 +148,8 @@ def test_who_decodes_meanwhile_is_switched_between_two_steps(model: Any, monkeyp
             runner.flush()
             logits += steps_of(runner, sequence, 5)
             said = sequence.tokens
-    before = DocumentDecoding(model, 400, 16, int4(), sights=MIXED)
-    after = DocumentDecoding(model, 400, 16, int4(), meaning_of(text_of(runner)), MIXED)
+    before = DocumentDecoding(model, 400, 16, int4(), sights=MIXED, exact_first=1)
+    after = DocumentDecoding(model, 400, 16, int4(), meaning_of(text_of(runner)), MIXED, 1)
     wanted = [before.prefill(prompt), *(before.step(token) for token in said[:5])]
     assert apart(logits[:6], wanted) < 1e-4
     after.prefill(prompt)

@@ -72,7 +72,10 @@ def test_a_document_is_read_as_what_its_pages_stand_for(model: Any, page_tokens:
     def own(layer: int, of: Layer) -> Layer:
         return meanings[of[0].shape[1]](layer, of)
 
-    doubles = [DocumentDecoding(model, 400, page_tokens, shared, of) for of in (own, shared)]
+    known = {"exact_first": 1}
+    doubles = [
+        DocumentDecoding(model, 400, page_tokens, shared, of, **known) for of in (own, shared)
+    ]
     wanted, first = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )
@@ -143,7 +146,8 @@ def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_steps(
             logits += steps_of(runner, sequence, 5)
             said = sequence.tokens
     before, after = (
-        DocumentDecoding(model, 400, 16, int4(), of) for of in (int4(), meaning_of(text_of(runner)))
+        DocumentDecoding(model, 400, 16, int4(), of, exact_first=1)
+        for of in (int4(), meaning_of(text_of(runner)))
     )
     wanted = [before.prefill(prompt), *(before.step(token) for token in said[:7])]
     assert apart(logits[:8], wanted) < 1e-4

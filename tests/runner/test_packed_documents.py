@@ -129,7 +129,7 @@ def test_every_policy_reads_documents_as_if_unpacked(policy: str, name: str, lim
     # Some policies choose by pages.
     packing, meaning = random_packing(name, 4, 64)
     runner = runner_with(model, docs, page_tokens=64, kv_dtype=packing)
-    exact = unpacked_runner(model, docs, meaning)
+    exact = unpacked_runner(model, docs, meaning, runner.packed.first_tokens)
     said, logits = logits_of(runner, prompt, policy, 90)
     _, wanted = logits_of(exact, prompt, policy, 90, said)
     assert apart(logits, wanted) < limit
@@ -149,7 +149,8 @@ def test_in_half_precision_too(dtype: torch.dtype, head_dim: int, name: str) -> 
     prompt = [fresh(70, 1), *docs, fresh(50, 3)]
     packing, meaning = random_packing(name, 4, head_dim)
     runner = runner_with(model, docs, kv_dtype=packing)
-    exact = unpacked_runner(model, docs, None if name == "int4" else meaning)
+    meant = None if name == "int4" else meaning
+    exact = unpacked_runner(model, docs, meant, runner.packed.first_tokens)
     said, logits = logits_of(runner, prompt, Foresight(draft=0), 90)
     _, wanted = logits_of(exact, prompt, Foresight(draft=0), 90, said)
     largest = max(float(row.abs().max()) for row in wanted)

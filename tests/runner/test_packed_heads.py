@@ -73,7 +73,10 @@ def test_documents_are_seen_through_windows(model: Any, kind: str) -> None:
     with runner.prefill(prompt, "naive", **asked) as done:
         logits = [done.logits[-1], *steps_of(runner, decoding(runner, done, 151), 150)]
         said = [int(row.argmax()) for row in logits]
-    doubles = (DocumentDecoding(model, 150, 16, meaning, sights=seen) for seen in (SIGHTS, None))
+    known = {"exact_first": runner.packed.first_tokens}
+    doubles = (
+        DocumentDecoding(model, 150, 16, meaning, sights=seen, **known) for seen in (SIGHTS, None)
+    )
     wanted, dense = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )

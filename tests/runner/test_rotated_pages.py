@@ -96,7 +96,8 @@ def test_documents_are_read_as_what_they_stand_for(name: str, model: Any) -> Non
         sequence = decoding(runner, done, 200)
         logits = [done.logits[-1], *steps_of(runner, sequence, 199)]
         said = sequence.tokens
-    doubles = (DocumentDecoding(model, 150, 16, of) for of in (meaning, None))
+    firsts = {"exact_first": runner.packed.first_tokens}
+    doubles = (DocumentDecoding(model, 150, 16, of, **firsts) for of in (meaning, None))
     wanted, others = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )
@@ -184,7 +185,7 @@ def test_the_shared_basis_is_made_of_the_first_tokens(name: str, model: Any) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shared_basis_is_of_a_models_own_keys_values_and_queries(name: str, model: Any) -> None:
-    """Of whole pages of the first prompt, and every tenth of its rows' queries."""
+    """Of whole pages of the first prompt but its first token, and every tenth of its queries."""
     tokens, own = random_tokens(10 * QUERY_ROWS, 4), SeenDecoding(model, meaning=None)
     own.prefill(tokens, 2048)
     runner = packed_runner(model, kv_dtype=name)
@@ -198,7 +199,9 @@ def test_the_shared_basis_is_of_a_models_own_keys_values_and_queries(name: str, 
             room[:, layer, :, side] = part.view(heads, 10, 64, 64).transpose(0, 1)
     blocks = 1 + pages_of(model) * np.arange(10)
     packs = np.column_stack((blocks, np.full(10, 64), blocks)).astype(np.int32)
+    exact[1 : 1 + pages_of(model), :, 0] = torch.inf
     moments.add(exact, packs)
+    assert moments.left_out == 2 * pages_of(model)
     for layer, (query, *_) in enumerate(own.seen):
         if name == "planes-3":
             rows = query[:, ::10].transpose(0, 1).contiguous()
@@ -252,6 +255,11 @@ def test_bytes_by_the_allocator(name: str, page_bytes: int, fewer: float) -> Non
     rows = {"int8": 0, "half-int4": 129}.get(name, 2 * 129)
     assert stats["basis_bytes"] == runner.packed.block_pages * 2 * rows * 128 * 4
     bases = runner.packed.nbytes - runner.packed.pages.data.nbytes
+    firsts = 0 if name == "int8" else 1 + 64
+    assert firsts in (0, 1 + stats["firsts_most"])
+    # A token of all layers and KV heads.
+    assert stats["first_bytes"] == (firsts > 0) * runner.packed.block_pages * 2 * 128 * 2
+    bases -= firsts * stats["first_bytes"]
     assert bases == (2 + stats["own_bases_most"]) * stats["basis_bytes"]
     assert runner.packed.pages.data.nbytes >= 8 * stats["own_bases_most"] * stats["basis_bytes"]
 

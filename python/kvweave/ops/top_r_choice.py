@@ -113,16 +113,20 @@ def lost_of(
     sources: npt.NDArray[np.int32],
     pages: int,
     roots: torch.Tensor | None = None,
+    left_out: int = 0,
 ) -> torch.Tensor:
     """Σ |x − x̂|² and Σ |x|² over the tokens that `sources` names as packs, f64 [2, pages, 2].
 
     `roots` f64 [pages, D, D]: errors of keys are multiplied by them first, as roots of a metric.
+    So many tokens at the beginning of the first pack count for nothing.
     """
     slots = cache.shape[2]
     lost, size = total = torch.zeros(2, pages, 2, dtype=torch.float64)
-    for tokens, *blocks in sources[:, 1:].tolist():
+    for number, (tokens, *blocks) in enumerate(sources[:, 1:].tolist()):
+        skipped = 0 if number else left_out
         for first, block in zip(range(0, tokens, slots), blocks, strict=False):
-            at = slice(block, block + pages), slice(None), slice(tokens - first)
+            some = slice(max(0, skipped - first), tokens - first)
+            at = slice(block, block + pages), slice(None), some
             exact = cache[at].double()
             error = back[at].double() - exact
             if roots is not None:

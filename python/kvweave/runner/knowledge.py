@@ -68,7 +68,9 @@ class Knowledge:
                     done.request.freeze(name, 0, len(tokens))
                     kept(done.request, done.positions.rope)
                 else:
-                    packed.freeze(done.request, name)
+                    exact = packed.freeze(done.request, name)
+                    if done.report.packed is not None:
+                        done.report.packed.exact_first = exact
                     if copy is None:
                         kept(packed.request)
                     else:

@@ -136,12 +136,14 @@ class PackedReport:
 
     `beside`: layer by layer, each while the layers behind it were computed. `behind`: all layers at
     once, when their rows were done. `why`: what went wrong at the latest layer that was to be
-    packed beside others and was not; its pages were packed behind their rows then.
+    packed beside others and was not; its pages were packed behind their rows then. `exact_first`:
+    so many tokens at the beginning of a document stay exact beside its pages.
     """
 
     beside: int = 0
     behind: int = 0
     why: str = ""
+    exact_first: int = 0
 
     def note(self, pages: int, beside: bool, why: str) -> None:
         """Takes note of some pages."""

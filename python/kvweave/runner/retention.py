@@ -16,6 +16,7 @@ from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.prefill.prefill import Prefiller
 from kvweave.runner.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 from kvweave.runner.tiers.ahead import Ahead
+from kvweave.runner.tiers.host_tier import HostTier
 from kvweave.runner.tiers.tiers import Tiers
 
 HIGHEST = 255
@@ -140,8 +141,17 @@ class Retention:
                 computing.soon(lambda: documents.forget_cached(whose))
         if self.tiers is not None and self.tiers.host is not None:
             self.tiers.host.cache.forget(whose)
+        computing.soon(lambda: self._forget_firsts(whose))
         computing.soon(computing.at_end)
         return blocks
+
+    def _forget_firsts(self, namespace: str) -> None:
+        """Lets exact first tokens go, on the device unless documents there are still frozen."""
+        packed, host = self.packed, None if self.tiers is None else self.tiers.host
+        if packed is not None and packed.firsts is not None and not packed.cache.frozen(namespace):
+            packed.firsts.forget(namespace)
+        if isinstance(host, HostTier) and host.firsts is not None:
+            host.firsts.forget(namespace)
 
     def pin(self, text: Prompt, *, namespace: str = "") -> Pin:
         """Holds what is cached of a text until the pin is released; from any thread.

@@ -88,7 +88,7 @@ class KeptForm:
             whole("top_k_pages", top_k_pages, FEWEST_PAGES)
         form = KeptForm(page_tokens, Packing.of(kv_dtype), top_k_pages, answer_tokens)
         if form.packing is not None:
-            form.packing.expect_no_strategy("a PressedCache")
+            form.packing.expect_no_documents("a PressedCache")
             of = format_on(form.packing, geometry.head_dim, geometry.dtype, geometry.device)
             check_basis(form.packing, of, geometry.layers * geometry.kv_heads)
         return form

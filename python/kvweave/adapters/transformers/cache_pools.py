@@ -88,7 +88,7 @@ class CacheForm:
             max_rows,
         )
         if packing is not None:
-            packing.expect_no_strategy("a PagedCache")
+            packing.expect_no_documents("a PagedCache")
             check_pages(page_tokens, geometry.windows, packing)
             check_basis(packing, form._format(geometry, packing), form._block_pages(geometry))
             if discover:

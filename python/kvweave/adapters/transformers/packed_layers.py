@@ -113,7 +113,7 @@ class LayeredPool(PackedPool):
             block += self.block_pages * self.bounds[0].nbytes
         return held * block + (self.by_layer.nbytes if held and self.by_layer is not None else 0)
 
-    def pack(self, packs: Int32, basis: int | None = None) -> None:
+    def pack(self, packs: Int32, basis: int | None = None, left_out: int = 0) -> None:
         """Packs exact pages, rows as `ops.pack_pages` takes them, layer by layer."""
         for layer in range(self.cache.shape.layers):
             self.pack_layer(layer, self._shifted(layer, packs, slice(2, None)), self.exact)

@@ -188,6 +188,12 @@ class SampleMeasurer:
         other._runner = runner
         return other
 
+    def beside(self, policy: str | Policy) -> SampleMeasurer:
+        """The same sample against what a policy says here of full's answer, instead of full."""
+        other = copy(self)
+        other._full, _ = self._outcome(self._ask(policy, None), self._reference)
+        return other
+
     def policy(
         self,
         policy: str | Policy,

@@ -43,11 +43,14 @@ class DocumentKv(RequestKv):
     def begin(self) -> None:
         """Has the prompt's own text lie aside: nothing before its end is computed elsewhere.
 
+        With it go the first tokens of documents that are exact.
+
         # Errors
         `PoolFull` without room.
         """
         self.request.advance(self.request.length, self.request.length)
         self.own(self.documents.fresh, None)
+        self.documents.keep_firsts(self.positions.rope)
 
     def _slots(self, rows: Rows, local_rows: Rows | None) -> Int32:
         # How far rows have moved is measured before they are written.

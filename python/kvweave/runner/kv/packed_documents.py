@@ -4,7 +4,8 @@ Documents are frozen in the packed pool, and a prompt reads them there, wherever
 entries have a delta by which queries are turned. What the prompt computes itself, its own text and
 whatever its policy recomputes of documents, lies aside, in exact pages that the request keeps. A
 token lies in one of the two, in all layers: one that comes aside is brought there first as it was
-reused. The sink is computed by every prompt; so it is exact whatever begins the prompt.
+reused. First tokens of documents that are exact beside their pages come aside with every prompt.
+The sink is computed by every prompt; so it is exact whatever begins the prompt.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ class PackedDocuments(PackedPrefix):
             known[at : at + count, 1] = slot + np.arange(count)
         self.request.finish_copies()
         self.spans = spans_of(self.request.plan)
+        self._begun = _beginnings(self.request, prompt, known)
         self.has_documents = has_documents(self.request.plan, prompt)
         self.places = no_places(length)
         for start, end in self.spans:
             self.places[start:end] = known[start:end]
+        self._rotates = rotates
         if not rotates:
             self.places[:, 2] = 0
         self.aside = no_places(length)
@@ -123,13 +126,40 @@ class PackedDocuments(PackedPrefix):
         new = rows[self.aside[rows, 0] < 0]
         if not len(new):
             return False
-        held = self._cache.admit(self.request.tokens[new], reuse="none")
-        self._held.append(held)
-        slots = held.slots(np.arange(len(new), dtype=np.int32))
+        slots = self._taken(new)
         reused = self.places[new, 0] >= 0
         self.bring(self.places[new[reused]], slots[reused], rope)
         self.aside[new, :2], self._listed = slots, None
         return True
+
+    def _taken(self, rows: Rows) -> Int32:
+        """Slots [n, 2] for rows to lie aside in; `PoolFull` without room."""
+        held = self._cache.admit(self.request.tokens[rows], reuse="none")
+        self._held.append(held)
+        return held.slots(np.arange(len(rows), dtype=np.int32))
+
+    def keep_firsts(self, rope: ops.RopeTable) -> None:
+        """Has first tokens of documents lie aside that are exact beside their pages.
+
+        # Errors
+        `PoolFull` without room for them; nothing has changed then.
+        """
+        firsts, exact = self.pool.firsts, no_places(self._prompt)
+        if firsts is None:
+            return
+        for start, end, namespace in self._begun:
+            text = self.request.tokens[start:end]
+            block = firsts.block_of(text, namespace, self.request.regime)
+            if block is not None:
+                rows = exact[start : min(start + firsts.tokens, end)]
+                rows[:, 0], rows[:, 1] = block, np.arange(len(rows))
+                rows[:, 2] = start if self._rotates else 0
+        # What is computed, such as the sink, is aside already.
+        new = np.flatnonzero((exact[:, 0] >= 0) & (self.aside[:, 0] < 0)).astype(np.int32)
+        if len(new):
+            slots = self._taken(new)
+            self._copy(exact[new], slots, rope, firsts.pages)
+            self.aside[new, :2], self._listed = slots, None
 
     def bring(self, places: Places, slots: Int32, rope: ops.RopeTable) -> None:
         """Copies tokens from packed places [n, 3] to exact slots [n, 2], turning their keys."""
@@ -143,11 +173,18 @@ class PackedDocuments(PackedPrefix):
             source[:, 0] = exact[which[among] - first]
             shape = (size * (len(some) + 1), 2, PAGE_TOKENS, pool.head_dim)
             pages = torch.empty(shape, dtype=pool.exact.dtype, device=pool.exact.device)
-            copies = copies_between(source, slots[among])
             pool.unpack(packs_of(some, exact[:, None]), pages)
-            (moved,) = send(pool.device, copies)
-            heads = pool.kv_heads
-            ops.copy_rerotate(pool.exact, moved, rope, kv_heads=heads, source=pages)
+            self._copy(source, slots[among], rope, pages)
+
+    def _copy(
+        self, places: Places, slots: Int32, rope: ops.RopeTable, source: torch.Tensor | None = None
+    ) -> None:
+        """Copies tokens from places [n, 3] in the exact pages, or others, to slots [n, 2] there."""
+        copies = copies_between(places, slots)
+        if len(copies):
+            (moved,) = send(self.pool.device, copies)
+            heads = self.pool.kv_heads
+            ops.copy_rerotate(self.pool.exact, moved, rope, kv_heads=heads, source=source)
 
     def settle(self, request: KvRequest, rope: ops.RopeTable) -> None:
         """Fills the exact pages that a request keeps of its prompt: its sink and newest tokens."""
@@ -157,11 +194,7 @@ class PackedDocuments(PackedPrefix):
         packed = kept[~exact]
         self.bring(self.places[packed], slots[packed, :2], rope)
         own = kept[exact]
-        copies = copies_between(self.aside[own], slots[own, :2])
-        if len(copies):
-            (moved,) = send(self.pool.device, copies)
-            heads = self.pool.kv_heads
-            ops.copy_rerotate(self.pool.exact, moved, rope, kv_heads=heads)
+        self._copy(self.aside[own], slots[own, :2], rope)
 
     # ---- packed tokens --------------------------------------------------------------------
 
@@ -269,6 +302,21 @@ def spans_of(plan: ReusePlan) -> Spans:
     """What a prompt finds packed behind its sink: documents, and text that it begins with."""
     found = [span for span in plan.spans if span.kind != "recompute" and span.end > SINK_TOKENS]
     return tuple((max(span.start, SINK_TOKENS), span.end) for span in found)
+
+
+def _beginnings(
+    request: KvRequest, prompt: TokenizedPrompt, known: Places
+) -> tuple[tuple[int, int, str], ...]:
+    """Where documents begin in a prompt that are read from their first token on: [start, end).
+
+    With the namespace of each. `known`: where tokens lie, with how far they moved.
+    """
+    found = []
+    for span in request.plan.spans:
+        if span.kind == "segment" and known[span.start, 2] == span.start:
+            marked = (of for at, end, of in prompt.segments if at <= span.start < end)
+            found.append((span.start, span.end, next(marked, request.namespace)))
+    return tuple(found)
 
 
 def has_documents(plan: ReusePlan, prompt: TokenizedPrompt) -> bool:

@@ -22,6 +22,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.exact_firsts import ExactFirsts
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
@@ -79,7 +80,8 @@ class PackedPool:
     they lie. `chunk_tokens`: see `PoolSizes.chunk`. `aside`:
     where a prompt's layers are packed while it is computed; None: behind its rows. `final`: texts
     that are packed by strategies of their own, where there may be any, and `documents` whose they
-    are. `readers`: who reads blocks at the moment, each with its `request` of the books.
+    are. `readers`: who reads blocks at the moment, each with its `request` of the books. `firsts`:
+    the first tokens of documents, where these stay exact.
     """
 
     layers: Sequence[LayerSpec]
@@ -93,6 +95,7 @@ class PackedPool:
     chunk_tokens: int = CHUNK_TOKENS
     aside: Aside | None = None
     final: FinalTexts | None = None
+    firsts: ExactFirsts | None = None
     readers: WeakSet[Any] = field(default_factory=WeakSet)
     documents: FinalDocuments | None = field(init=False)
 
@@ -134,8 +137,11 @@ class PackedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, of bases that there is room for, of bounds, and of final texts."""
-        parts = (self.pages.data, self.bases, self.bounds, self.final)
+        """Bytes of all of them, of bases and first tokens that there is room for, and of the rest.
+
+        That are bounds, and texts that are packed finally.
+        """
+        parts = (self.pages.data, self.bases, self.bounds, self.final, self.firsts)
         return sum(part.nbytes for part in parts if part is not None)
 
     def stats(self) -> dict[str, Any]:
@@ -144,7 +150,8 @@ class PackedPool:
         `basis_bytes` of one basis, `own_bases` that documents have, of `own_bases_most`. Of texts
         that are packed finally `final_blocks`, which are held, some of them, `final_cached`, for as
         long as nobody needs their room, `final_bytes`, the most that a KV head of a layer loses,
-        `most_lost`, and how many lose more than the bound, `over_bound`.
+        `most_lost`, and how many lose more than the bound, `over_bound`. `firsts`: how many
+        beginnings of documents are kept exactly, of `firsts_most`, in `first_bytes` each.
         """
         counts, final = self.cache.stats(), self.final
         known = {"final_blocks": 0, "final_bytes": 0, "most_lost": 0.0, "over_bound": 0}
@@ -163,15 +170,27 @@ class PackedPool:
             most = len(bases.bases.data) - FIRST_OWN
             known |= {"basis_bytes": bases.basis_bytes, "own_bases": bases.held()}
             known["own_bases_most"] = most
+        known |= {"firsts": 0, "firsts_most": 0, "first_bytes": 0}
+        if (firsts := self.firsts) is not None:
+            known |= {"firsts": firsts.held, "first_bytes": firsts.room_bytes}
+            known["firsts_most"] = firsts.most
         return known
 
-    def pack(self, packs: Int32, basis: int | None = None) -> None:
-        """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis."""
+    @property
+    def first_tokens(self) -> int:
+        """How many tokens at the beginning of documents are exact beside their pages."""
+        return 0 if self.firsts is None else self.firsts.tokens
+
+    def pack(self, packs: Int32, basis: int | None = None, left_out: int = 0) -> None:
+        """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis.
+
+        Of so many tokens, at the beginning of the first row, no basis is made.
+        """
         named, packs, bases = packs, self.placed(packs), self.bases
         if bases is not None:
             if basis is None:
                 if bases.wants_moments:
-                    bases.add(*on_host(self.exact, packs, self.block_pages))
+                    bases.add(*on_host(self.exact, packs, self.block_pages), left_out)
                 basis = bases.shared
             bases.assign(packs[:, 0], basis)
         (table,) = send(self.device, packs)

@@ -42,8 +42,11 @@ from kvweave.runner.report import PackedReport
 class PageCopy(Protocol):
     """What is told of the pages of a text that is being packed."""
 
-    def add(self, exact: torch.Tensor, packs: Int32) -> None:
-        """Exact pages, and the packs that name them, when they have been packed."""
+    def add(self, exact: torch.Tensor, packs: Int32, left_out: int) -> None:
+        """Exact pages, and the packs that name them, when they have been packed.
+
+        What is chosen by them is chosen without so many tokens at the beginning of the first pack.
+        """
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Queries f32 [R, H, D] on the host, as `ops.Moments.add_queries` takes them."""
@@ -184,10 +187,11 @@ class PackedPrefix:
             for taker in takers:
                 taker.add_queries(some, layer * heads, heads)
 
-    def freeze(self, request: KvRequest, name: str) -> None:
+    def freeze(self, request: KvRequest, name: str) -> int:
         """Packs all of a text that was prefilled alone, and freezes it under a name.
 
-        Its last page has as many tokens as are left for it.
+        Its last page has as many tokens as are left for it. Returns how many at its beginning stay
+        exact beside its pages.
 
         # Errors
         `PoolFull` without room, or where the frozen share does not suffice, `QuotaExceeded`.
@@ -200,6 +204,9 @@ class PackedPrefix:
             self._convert(True, request, page, self.request.entries()[-1:, 0], rest)
         self.request.commit(length, length)
         self.request.freeze(name, 0, length)
+        if self.pool.firsts is None:
+            return 0
+        return self.pool.firsts.keep(self.request, request, self.pool.exact)
 
     def _append(self, request: KvRequest, end: int) -> None:
         """Makes room for the tokens before an end, in blocks that nobody else writes."""
@@ -245,13 +252,14 @@ class PackedPrefix:
         if not pack:
             pool.unpack(packs, pool.exact)
             return
+        left_out = min(pool.first_tokens, tokens) if pages[0] == 0 else 0
         layers, self._layers = self._layers, None
         beside = layers is not None and layers.finish(packs)
         if not beside:
-            pool.pack(packs, self.basis)
+            pool.pack(packs, self.basis, left_out)
         self.report.note(len(pages), beside, "" if layers is None else layers.why)
         if self.copy is not None:
-            self.copy.add(pool.exact, packs)
+            self.copy.add(pool.exact, packs, left_out)
 
     def _packs(
         self,

@@ -14,6 +14,7 @@ from kvweave.cache import HeadClassMap, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.exact_firsts import ExactFirsts, first_rooms
 from kvweave.runner.kv.final_texts import extra_blocks, make_books
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import (
@@ -51,7 +52,7 @@ class PoolSizes:
     of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
     may have bases of their own. `final_share`: so many of their bytes packed pages have beside
     them for texts that are packed finally, whose blocks have `least_final` bytes at least, and
-    pages `bound_bytes` of bounds.
+    pages `bound_bytes` of bounds. `first_bytes`: of a document's exact first tokens.
     """
 
     exact: KvShape
@@ -64,6 +65,7 @@ class PoolSizes:
     final_share: float = 0.0
     least_final: int = 0
     bound_bytes: int = 0
+    first_bytes: int = 0
 
     def exact_blocks(self, tokens: int) -> int:
         """Blocks of the exact pool beside packed pages of so many tokens.
@@ -100,11 +102,15 @@ class PoolSizes:
         packed = self.packed_pages(tokens) * self.page_bytes
         return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
 
+    def firsts(self, tokens: int) -> int:
+        """How many beginnings of documents there is room for, and nobody's room."""
+        return 1 + first_rooms(self.packed_blocks(tokens) - 1) if self.first_bytes else 0
+
     def total_bytes(self, tokens: int) -> int:
-        """Bytes of both pools with room for so many tokens, bases among them."""
+        """Bytes of both pools with room for so many tokens, bases and first ones among them."""
         exact = self.exact.pages_for_blocks(self.exact_blocks(tokens), self.windows)
         packed = self.packed_pages(tokens) * self.page_bytes + self.final_bytes(tokens)
-        packed += self.bases(tokens) * self.basis_bytes
+        packed += self.bases(tokens) * self.basis_bytes + self.firsts(tokens) * self.first_bytes
         if self.least_final:
             bounded = extra_blocks(self.final_bytes(tokens), self.least_final)
             packed += self.packed.pages_for_blocks(bounded) * self.bound_bytes
@@ -170,7 +176,7 @@ def make_packed_pool(
     exact_shape = KvShape(*geometry, page_tokens, dtype)
     reads = PackedHeads(exact_shape, heads, spec.fingerprint, SINK_TOKENS, RECENT_TOKENS)
     bound_bytes = BOUND_BYTES * spec.head_dim if reads.budgets else 0
-    page_bytes = of.page_bytes + bound_bytes
+    page_bytes, first_tokens = of.page_bytes + bound_bytes, packing.first_tokens(of)
     sizes = PoolSizes(
         exact_shape,
         KvShape(*geometry, PAGE_TOKENS, dtype),
@@ -179,6 +185,7 @@ def make_packed_pool(
         one,
         chunk_tokens,
         bound_bytes=bound_bytes,
+        first_bytes=first_tokens * exact_shape.token_bytes,
         **_final_sizes(spec, packing),
     )
     if arena_bytes is not None:
@@ -208,4 +215,14 @@ def make_packed_pool(
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None
-    return exact, PackedPool(*known, sizes.chunk(tokens), aside, final)
+    firsts = _made_firsts(spec, sizes.firsts(tokens), first_tokens)
+    return exact, PackedPool(*known, sizes.chunk(tokens), aside, final, firsts)
+
+
+@needs_memory("first tokens of documents")
+def _made_firsts(spec: ModelSpec, rooms: int, tokens: int) -> ExactFirsts | None:
+    """So many rooms for the exact first tokens of documents; None for no rooms."""
+    if not rooms:
+        return None
+    shape = rooms, len(spec.layers) * spec.kv_heads, 2, tokens, spec.head_dim
+    return ExactFirsts(torch.zeros(shape, dtype=spec.dtype, device=spec.device))

@@ -12,6 +12,9 @@ from kvweave.arguments import flag, real, shown, whole
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 
+MOST_FIRST = 64
+"""Tokens of a document that may stay exact, at most: those of its first page."""
+
 FORMATS: tuple[str, ...] = get_args(Preset)
 """Names of the formats that full pages are packed in."""
 
@@ -86,6 +89,9 @@ class Packing:
     `beside`: whether each layer of a prompt is packed while the layers behind it are computed
     (section 5.2), which changes no byte; False packs what rows fill once all layers have them.
     `strategy`: by what each of them loses; None has all in the pool's format.
+    `exact_first`: so many tokens at the beginning of each document stay exact beside its pages, 64
+    at most; by default one where documents are packed in bases, which their first token fits worst,
+    and none else.
     """
 
     format: str | ops.PackedFormat
@@ -93,6 +99,7 @@ class Packing:
     copy_bytes: int = 1 << 33
     beside: bool = True
     strategy: Strategy | None = None
+    exact_first: int | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.format
@@ -104,6 +111,8 @@ class Packing:
             raise InvalidArgument(f"basis: expected a tensor or None, got {shown(self.basis)}")
         whole("copy_bytes", self.copy_bytes, 0)
         flag("beside", self.beside)
+        if self.exact_first is not None:
+            whole("exact_first", self.exact_first, 0, MOST_FIRST)
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise InvalidArgument(
                 f"strategy: expected a Strategy or None, got {shown(self.strategy)}"
@@ -121,8 +130,8 @@ class Packing:
         given: Any = kv_dtype
         return Packing(given)
 
-    def expect_no_strategy(self, of: str) -> None:
-        """Refuses a strategy for what has no documents.
+    def expect_no_documents(self, of: str) -> None:
+        """Refuses what is said of documents for what has none.
 
         # Errors
         `Unsupported` naming both.
@@ -132,6 +141,17 @@ class Packing:
                 f"kv_dtype: expected a Packing without a strategy for {of}, got one: only a Runner "
                 "has documents, which are packed by it"
             )
+        if self.exact_first:
+            raise Unsupported(
+                f"kv_dtype: expected a Packing without exact_first for {of}, got "
+                f"{self.exact_first}: only a Runner has documents, whose first tokens those are"
+            )
+
+    def first_tokens(self, of: ops.PackedFormat) -> int:
+        """How many tokens at the beginning of documents stay exact, where `of` is the pool's."""
+        if self.exact_first is not None:
+            return self.exact_first
+        return 0 if of.basis_rows is None and self.strategy is None else 1
 
     @property
     def named(self) -> str:

@@ -23,6 +23,7 @@ import torch
 from kvweave import ops
 from kvweave.device_memory import sent
 from kvweave.errors import InvalidArgument, PoolFull
+from kvweave.runner.kv.exact_firsts import add_without_first
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.tables import Int32
 
@@ -169,11 +170,14 @@ class PoolBases:
         """Whether the shared basis is still to be made of what is packed."""
         return self._moments is not None
 
-    def add(self, cache: torch.Tensor, packs: Int32) -> None:
-        """Takes note of exact pages on the host that are to be packed, until they are enough."""
+    def add(self, cache: torch.Tensor, packs: Int32, left_out: int = 0) -> None:
+        """Takes note of exact pages on the host that are to be packed, until they are enough.
+
+        So many tokens at the beginning of the first pack count for nothing.
+        """
         assert self._moments is not None
         begun = self._begun
-        self._moments.add(cache, packs)
+        add_without_first(self._moments, cache, packs, self.pages, left_out)
         if self._moments.tokens >= SHARED_TOKENS:
             self._share(torch.from_numpy(self._moments.basis()))
             self._moments = None

@@ -14,6 +14,7 @@ from kvweave.payload.arriving import ArrivingPayload
 from kvweave.payload.stored import provenance_here, read_payload, send_payload, store_payload
 from kvweave.payload.transfer import admit_kv, export_kv
 from kvweave.remote import RemoteShard, RemoteStore
+from kvweave.runner.kv.exact_firsts import ExactFirsts
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.tables import Int32
 from kvweave.store import Provenance, Shard, Store
@@ -114,11 +115,25 @@ class DocumentForm(Protocol):
     def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
         """Says by what heads choose the pages of blocks [N]."""
 
+    @property
+    def first_bytes(self) -> int:
+        """Bytes of a document's tokens that are exact beside its pages; 0 where none are."""
+
+    def firsts_at_home(self, rooms: int) -> ExactFirsts | None:
+        """So many rooms for them in the host's memory; None where none are."""
+
+    def firsts(self, request: KvRequest) -> torch.Tensor | None:
+        """Those of the document that a request has alone; None where there are none."""
+
+    def put_firsts(self, request: KvRequest, firsts: torch.Tensor | None) -> None:
+        """Says which the document has that a request has alone."""
+
 
 class ExactForm:
     """Documents in exact pages [pages, 2, P, D]; `heads` names the head map, "" for none."""
 
     basis_bytes = 0
+    first_bytes = 0
 
     def __init__(self, cache: KvCache, pages: torch.Tensor, heads: str, flops: RowsFlops) -> None:
         self.cache, self.arena, self.flops, self._heads = cache, pages, flops, heads
@@ -170,4 +185,13 @@ class ExactForm:
         """None: bounds of exact pages are of the requests that read them."""
 
     def put_bounds(self, blocks: Int32, bounds: torch.Tensor | None) -> None:
+        """Nothing."""
+
+    def firsts_at_home(self, rooms: int) -> None:
+        """None: all tokens are exact."""
+
+    def firsts(self, request: KvRequest) -> None:
+        """None: all tokens are exact."""
+
+    def put_firsts(self, request: KvRequest, firsts: torch.Tensor | None) -> None:
         """Nothing."""

@@ -27,7 +27,7 @@ from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.pool_bases import BlockBases, basis_bytes, basis_shape
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.document_form import RowsFlops
-from kvweave.runner.tiers.packed_form import PackedDocument, PackedForm
+from kvweave.runner.tiers.packed_form import FIRSTS, PackedDocument, PackedForm
 from kvweave.store import Provenance, Shard
 
 VERSION = 1
@@ -92,7 +92,7 @@ class FinalForm(PackedForm):
             known = super().export(request, rope)
             return PackedDocument(known.header, tokens, {FORMATS: _PLAIN, **known.parts})
         header = self.provenance(request.namespace, request.regime)
-        return PackedDocument(header, tokens, parts_of(text))
+        return PackedDocument(header, tokens, parts_of(text) | self._firsts_of(request))
 
     def admit(self, document: PackedDocument, namespace: str) -> KvRequest:
         """A request of a stored document, which has no page of the pool if it is packed finally.
@@ -119,6 +119,7 @@ class FinalForm(PackedForm):
         request = self._documents.bring(tokens, namespace, regime, parts, losses)
         try:
             self.pool.bound(request.entries()[:, 0], len(tokens))
+            self.put_firsts(request, document.parts.get(FIRSTS))
         except BaseException:
             request.release()
             raise
@@ -156,7 +157,7 @@ class FinalForm(PackedForm):
                     check_basis(f"part {name}", of, parts[name])
                 except CorruptPayload as error:
                     raise CorruptShard(f"shard {error}") from error
-        return PackedDocument(shard.provenance, tokens, parts)
+        return PackedDocument(shard.provenance, tokens, parts | self._read_firsts(shard))
 
     def bases(self, blocks: Int32) -> BlockBases | None:
         """Those of blocks of no final text."""

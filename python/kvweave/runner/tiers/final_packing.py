@@ -20,6 +20,7 @@ from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.exact_firsts import add_without_first
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, by_themselves
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.pool_bases import needs_steps
@@ -129,12 +130,12 @@ class DocumentCopy:
         self._held: KvRequest | None = None
         self._then: Callable[[KvRequest], None] = lambda _: None
 
-    def add(self, exact: torch.Tensor, packs: Int32) -> None:
+    def add(self, exact: torch.Tensor, packs: Int32, left_out: int) -> None:
         """Copies exact pages that have been packed."""
         if self.size:
             # Beside the pages that come a device has room for none that are to be copied yet.
             self.of.copier.wait()
-            part = by_themselves(exact, packs, self.of.pool.block_pages)
+            part = Part(*by_themselves(exact, packs, self.of.pool.block_pages), left_out)
             first = shared_basis(self.of.pool)
             self.of.copier.submit(_Fetch(self, part, first, self.queries))
             self.queries = []
@@ -265,7 +266,7 @@ class Made:
         if needs_steps(self._form):
             weights = 1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
             if roots is not None:
-                count = sum(int(packs[:, 1].sum()) for _, packs in parts)
+                count = sum(part.tokens for part in parts)
                 mean = candidates["own"][:, 1, 0].double()
                 spread = (whole[:, 1] / count - mean.square().sum(-1)).clamp_min(0.0)
                 weights = torch.stack((spread / mean.shape[-1], torch.ones_like(spread)), 1)
@@ -296,13 +297,15 @@ class _Fetch(Job):
     def __init__(
         self, copy: DocumentCopy, part: Part, basis: torch.Tensor | None, queries: Queries
     ) -> None:
-        self._copy, self._pages, self._packs = copy, [part[0]], part[1]
+        self._copy, self._pages = copy, [part.cache]
+        self._packs, self._left_out = part.packs, part.left_out
         self._basis, self._queries = basis, queries
         copy.of.aside.follow()
 
     def run(self) -> None:
         pages = self._copy.of.aside.on_host(self._pages.pop())
-        self._copy.take((pages, self._packs), self._basis, self._queries)
+        part = Part(pages, self._packs, self._left_out)
+        self._copy.take(part, self._basis, self._queries)
 
     def end(self, error: BaseException | None) -> None:
         self._pages.clear()
@@ -336,11 +339,11 @@ class _Measure(Job):
         self._copy, self._part, self._basis, self._queries = copy, part, basis, queries
 
     def run(self) -> None:
-        copy, (cache, packs) = self._copy, self._part
-        copy.moments.add(cache, packs)
+        copy, part, pool = self._copy, self._part, self._copy.of.pool
+        known = part.cache, part.packs, pool.block_pages, part.left_out
+        add_without_first(copy.moments, *known)
         for q, first, kv_heads in self._queries:
             copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
-        pool = copy.of.pool
         lost = packed_part(pool.pages.format, pool.block_pages, self._basis, self._part)[1]
         copy.lost += lost[0]
         copy.whole += lost[1]

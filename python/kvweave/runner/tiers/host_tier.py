@@ -7,6 +7,7 @@ of eviction and the quotas here are those of any other cache.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.clock import Clock
 from kvweave.runner.kv.aside import Arrival, Aside
+from kvweave.runner.kv.exact_firsts import first_rooms
 from kvweave.runner.kv.host_pages import blocks_of
 from kvweave.runner.kv.host_pool import Way
 from kvweave.runner.kv.pinned import pin
@@ -68,8 +70,9 @@ class FetchedKv:
 class HostTier:
     """So many bytes of documents beside the pages of a cache, which lie here as its form has them.
 
-    Bases that documents have of their own take a share of the bytes. `pinned`: whether a GPU reads
-    the memory where it lies; otherwise the host copies what it would read, and waits for that.
+    Bases that documents have of their own take a share of the bytes. `firsts`: their first tokens,
+    where these are exact beside their pages. `pinned`: whether a GPU reads the memory where it
+    lies; otherwise the host copies what it would read, and waits for that.
     `engine_bytes`: from which size on its copy engine carries pieces, "fetch" and "spill", as was
     measured when the tier was made; may be set.
     Whoever carries pages does so alone; `has` is for any thread.
@@ -81,20 +84,27 @@ class HostTier:
     def __init__(self, form: DocumentForm, size: int, *, eviction: str, hash: str) -> None:
         cache, arena, shape = form.cache, form.arena, form.cache.shape
         block_bytes = form.token_bytes * shape.page_tokens
+
+        def taken(blocks: int) -> int:
+            return blocks * block_bytes + (1 + first_rooms(blocks)) * form.first_bytes
+
         # The null block and one more.
-        least = 2 * block_bytes
+        least = taken(2)
         if form.basis_bytes:
             size = size * OWN_SHARE // (OWN_SHARE + 1)
             least = -(-least * (OWN_SHARE + 1) // OWN_SHARE)
-        if size < 2 * block_bytes:
+        if size < taken(2):
             raise InvalidArgument(f"document_bytes: expected at least {least}, got {size}")
+        most = range(size // block_bytes + 1)
+        count = bisect_right(most, size, key=taken) - 1 if form.first_bytes else most[-1]
         self._form, self._block_bytes = form, block_bytes
+        self.firsts = form.firsts_at_home(first_rooms(count))
         # Of each block here its basis and its bounds: documents that begin alike share blocks.
         self._bases: dict[int, torch.Tensor | None] = {}
         self._bounds: dict[int, torch.Tensor] = {}
         self.cache = KvCache(
             shape,
-            blocks=size // block_bytes,
+            blocks=count,
             memory=False,
             eviction=eviction,
             hash=hash,
@@ -131,6 +141,8 @@ class HostTier:
                 blocks = blocks_of(home)
                 self._carry(request, blocks, "spill")
                 self._note(blocks.tolist(), blocks_of(request))
+                if self.firsts is not None:
+                    self.firsts.put(*_named(document), self._form.firsts(request))
                 home.commit(document.length, document.length)
         except PoolFull:
             return False
@@ -203,6 +215,8 @@ class HostTier:
                 # It would be copied to the request's own block; it is read where it lies.
                 blocks = np.append(blocks, home.take_copies(0)[0, 0])
             self._put(blocks.tolist(), blocks_of(request))
+            if self.firsts is not None:
+                self._form.put_firsts(request, self.firsts.of_text(*_named(document)))
             carry(blocks)
         return True
 
@@ -251,6 +265,10 @@ class HostTier:
                 pinned=self.pinned,
                 engine_bytes=self.engine_bytes[way],
             )
+
+
+def _named(document: Document) -> tuple[Int32, str, int]:
+    return document.tokens, document.namespace, document.regime
 
 
 def _ranks_of(cache: KvCache, group: int) -> tuple[Int32, Int32]:

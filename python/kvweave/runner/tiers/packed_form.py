@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from kvweave.cache import KvCache, KvRequest
+from kvweave.device_memory import arena_pages
 from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import PackedPages, RopeTable
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
+from kvweave.runner.kv.exact_firsts import ExactFirsts
 from kvweave.runner.kv.pool_bases import BlockBases, PoolBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
 from kvweave.runner.tiers.document_form import RowsFlops
@@ -28,6 +30,9 @@ VERSION = 1
 
 _PAGES, _WHICH, _BASES = "pages", "which", "bases"
 
+FIRSTS = "firsts"
+"""The part that has a document's exact first tokens."""
+
 
 @dataclass(frozen=True, eq=False)
 class PackedDocument:
@@ -35,7 +40,7 @@ class PackedDocument:
 
     `header`: what it is of; `tokens` i32 [T]. `parts`: "pages" u8 [blocks, pages of one, bytes];
     of pages in bases also "which" i32 [blocks] and, where any is used, "bases" f32, as `BlockBases`
-    has them.
+    has them; where its first tokens are exact "firsts", as `ExactFirsts.of_text` gives them.
     """
 
     header: Provenance
@@ -59,7 +64,8 @@ class PackedBlocks(Protocol):
     """Packed pages that documents lie in: a `PackedPool`'s, or those of another store.
 
     A block has a page for each (layer, KV head), and its number in `cache` is that of the first.
-    `bases` and `bounds` are None where pages have none.
+    `bases` and `bounds` are None where pages have none, and `firsts` where all of a document is
+    packed.
     """
 
     @property
@@ -77,6 +83,10 @@ class PackedBlocks(Protocol):
     @property
     def bounds(self) -> torch.Tensor | None:
         """By what heads choose pages, f32 [pages, 3, D]."""
+
+    @property
+    def firsts(self) -> ExactFirsts | None:
+        """The exact first tokens of documents."""
 
     @property
     def block_pages(self) -> int:
@@ -125,6 +135,8 @@ class PackedForm:
         """The same where the layout says something `more`."""
         shape, of = self.cache.shape, PageFormat.of(self.pool.pages.format)
         named = f"packed/{VERSION}/{of.name}"
+        if self.pool.firsts is not None:
+            named = f"{named}/firsts/{self.pool.firsts.tokens}"
         return Provenance(
             self.cache.fingerprint if self._fingerprint is None else self._fingerprint,
             dtype=shape.dtype,
@@ -148,7 +160,13 @@ class PackedForm:
             if bases.bases:
                 parts[_BASES] = torch.stack(bases.bases)
         header = self.provenance(request.namespace, request.regime)
-        return PackedDocument(header, np.asarray(request.tokens, np.int32), parts)
+        tokens = np.asarray(request.tokens, np.int32)
+        return PackedDocument(header, tokens, parts | self._firsts_of(request))
+
+    def _firsts_of(self, request: KvRequest) -> dict[str, torch.Tensor]:
+        """The part of a document that has its exact first tokens, where these are kept."""
+        firsts = self.firsts(request)
+        return {} if firsts is None else {FIRSTS: firsts}
 
     def admit(self, document: PackedDocument, namespace: str) -> KvRequest:
         """A request of a stored document; its bases are found here, or written.
@@ -165,6 +183,7 @@ class PackedForm:
             pages = document.parts[_PAGES].to(self.arena.device)
             self.arena.index_copy_(0, self._index(blocks), pages.flatten(0, 1))
             self.pool.bound(blocks, len(tokens))
+            self.put_firsts(request, document.parts.get(FIRSTS))
             request.commit(len(tokens), len(tokens))
         except BaseException:
             request.release()
@@ -201,7 +220,7 @@ class PackedForm:
         parts = {_PAGES: part_of(shard, _PAGES, shape, torch.uint8)}
         if self.pool.bases is not None:
             parts |= self._read_bases(shard, count)
-        return PackedDocument(header, tokens, parts)
+        return PackedDocument(header, tokens, parts | self._read_firsts(shard))
 
     def _expect_header(self, shard: Shard) -> Provenance:
         """What a shard is of, which is what documents here are of."""
@@ -233,6 +252,14 @@ class PackedForm:
             raise CorruptShard(f"shard part bases: {error}") from error
         return {_WHICH: which, _BASES: bases}
 
+    def _read_firsts(self, shard: Shard) -> dict[str, torch.Tensor]:
+        """The part of a shard that has exact first tokens, if it has them."""
+        firsts = self.pool.firsts
+        if firsts is None or FIRSTS not in shard.parts:
+            return {}
+        of = firsts.data
+        return {FIRSTS: part_of(shard, FIRSTS, tuple(of.shape[1:]), of.dtype)}
+
     def hold(self, request: KvRequest) -> None:
         """Nothing: blocks that a request holds are not given to others."""
 
@@ -256,6 +283,32 @@ class PackedForm:
         if self.pool.bounds is not None:
             assert bounds is not None
             self.pool.bounds.index_copy_(0, self._index(blocks), bounds.to(self.arena.device))
+
+    @property
+    def first_bytes(self) -> int:
+        """Bytes of a document's first tokens that are exact, 0 without any."""
+        return 0 if self.pool.firsts is None else self.pool.firsts.room_bytes
+
+    def firsts_at_home(self, rooms: int) -> ExactFirsts | None:
+        """So many rooms for these in the host's memory."""
+        firsts = self.pool.firsts
+        if firsts is None:
+            return None
+        shape = 1 + rooms, *firsts.data.shape[1:]
+        return ExactFirsts(arena_pages(shape, firsts.data.dtype, torch.device("cpu")))
+
+    def firsts(self, request: KvRequest) -> torch.Tensor | None:
+        """Those of the document that a request has alone."""
+        firsts = self.pool.firsts
+        if firsts is None:
+            return None
+        return firsts.of_text(request.tokens, request.namespace, request.regime)
+
+    def put_firsts(self, request: KvRequest, firsts: torch.Tensor | None) -> None:
+        """Says which the document has that a request has alone."""
+        if self.pool.firsts is not None:
+            known = request.tokens, request.namespace, request.regime
+            self.pool.firsts.put(*known, firsts)
 
     def _index(self, blocks: Int32) -> torch.Tensor:
         """The pages of blocks, block by block."""

@@ -40,7 +40,7 @@ Found: TypeAlias = tuple[Document, str]
 
 @dataclass(frozen=True)
 class StoreBlocks:
-    """The packed blocks of a `PackedSegmentStore`, which have no bounds."""
+    """The packed blocks of a `PackedSegmentStore`: no bounds, and no tokens beside them."""
 
     cache: KvCache
     pages: ops.PackedPages
@@ -48,6 +48,7 @@ class StoreBlocks:
     block_bytes: int
     bases: PoolBases | None
     bounds: None = None
+    firsts: None = None
 
     def bound(self, blocks: npt.NDArray[np.int32], tokens: int) -> None:
         """Nothing: nobody chooses among these."""
