@@ -25,7 +25,7 @@
 
 #include "api.h"
 #include "powers.cuh"
-#include "rotation.cuh"
+#include "turned_element.cuh"
 #include "vector.cuh"
 
 namespace {
@@ -62,17 +62,6 @@ struct alignas(16) Shared {
   int next;               // the first entry that has not been met yet
   bool is_last;
 };
-
-// An element of a query as keys of an entry with this delta meet it. This is rare, and not inlined.
-template <typename T>
-__device__ __noinline__ float turned(const T* vector, int d, int delta, const float* inv_freq,
-                                     int pairs, bool interleaved) {
-  return turned_element(vector, d, pairs, interleaved, [&](int pair) {
-    float2 angle;
-    cos_sin(half_turns(-delta, inv_freq[pair]), angle.x, angle.y);
-    return angle;
-  });
-}
 
 // Begin and number of the entries of one table of a request.
 struct Span {

@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "api.h"
-#include "rotation.cuh"
+#include "turned_element.cuh"
 #include "vector.cuh"
 
 namespace {
@@ -16,17 +16,6 @@ __device__ __forceinline__ float greater(float one, float other) {
   float most;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(one), "f"(other));
   return most;
-}
-
-// An element of a query as keys of an entry with this delta meet it. This is rare, and not inlined.
-template <typename T>
-__device__ __noinline__ float turned(const T* vector, int d, int delta, const float* inv_freq,
-                                     int pairs, bool interleaved) {
-  return turned_element(vector, d, pairs, interleaved, [&](int pair) {
-    float2 angle;
-    cos_sin(half_turns(-delta, inv_freq[pair]), angle.x, angle.y);
-    return angle;
-  });
 }
 
 // The table of a request's KV head, whose entries are scored a window at a time.
