@@ -54,7 +54,7 @@ class PageScoreTiles {
   T* const queries;  // [tiles · 8, kStride]
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t column = lane % 4 * 8;  // of this lane's elements in a chunk
-  const uint32_t own = threadIdx.x / 32 * 16 + lane / 4;  // entry of a window, with that 8 behind
+  const uint32_t own = threadIdx.x / 32 * kSlot + lane / 4;  // entry of a window, and that 8 behind
   const uint32_t tiles;
 
   // Two pages of a window that a lane has, −1 where there is none of this distance.

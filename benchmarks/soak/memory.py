@@ -15,6 +15,12 @@ MOST_GROWTH = 8 * MIB
 """Memory that a process may seem to gain over the second half: allocators give back in pieces."""
 
 
+def resident_bytes(process: str = "self") -> int:
+    """Bytes of a process that lie in memory; `OSError` where it has ended."""
+    with open(f"/proc/{process}/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 @dataclass
 class Memory:
     """Memory of this process, of the GPU and in objects, each time that all was idle.
@@ -34,10 +40,8 @@ class Memory:
 
         gc.collect()
         give_free_back()
-        with open("/proc/self/statm") as statm:
-            pages = int(statm.read().split()[1])
         self.seconds.append(at)
-        self.resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        self.resident.append(resident_bytes())
         self.device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
         self.objects.append(len(gc.get_objects()))
         self.allocated.append(allocated_bytes())

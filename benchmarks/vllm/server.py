@@ -84,6 +84,16 @@ def running(
                 process.kill()
 
 
+def samples(port: int) -> Iterator[Any]:
+    """What a server's metrics say by now: each has a name, labels and a value."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    for family in text_string_to_metric_families(text):
+        yield from family.samples
+
+
 def _answers(process: subprocess.Popen[bytes], address: str, limit_s: float) -> bool:
     end = time.monotonic() + limit_s
     while time.monotonic() < end and process.poll() is None:

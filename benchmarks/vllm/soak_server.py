@@ -26,10 +26,10 @@ from urllib.parse import quote
 import numpy as np
 
 from benchmarks.soak.asked import CHOICE, NAMESPACES, Asked, Author, Library
-from benchmarks.soak.memory import MIB, Memory
+from benchmarks.soak.memory import MIB, Memory, resident_bytes
 from benchmarks.soak.words import word_tokenizer
 from benchmarks.vllm.device import prepare
-from benchmarks.vllm.server import MIDDLEWARE, free_port, running, words_of
+from benchmarks.vllm.server import MIDDLEWARE, free_port, running, samples, words_of
 from benchmarks.vllm.soak_chats import CHATS, KNOWLEDGE, NAME, TEMPLATE, Caller, body_of, said_of
 from benchmarks.vllm.soak_compare import Comparison
 from benchmarks.vllm.soak_engine import ALLOWED, VOCABULARY, Served, lines_of, server_options
@@ -213,11 +213,10 @@ class ServerLoad:
 
 def held(caller: Caller) -> list[str]:
     """What a server that nobody asks says that it holds."""
-    _, page = caller.call("GET", "/metrics")
     found: Counter[str] = Counter()
-    for name, labels, value in re.findall(r"^([\w:]+)\{(.*)\} (\S+)$", page, re.MULTILINE):
-        state = re.search(r'state="(\w+)"', labels)
-        found[f"{name}.{state[1]}" if state else name] += float(value)
+    for sample in samples(caller.port):
+        state = sample.labels.get("state")
+        found[f"{sample.name}.{state}" if state else sample.name] += sample.value
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     names += ("kvweave_store_bytes.held", "kvweave_store_bytes.frozen")
     return [f"{found[name]:.0f} {name}" for name in names if found[name]]
@@ -235,8 +234,7 @@ def _resident_below(parent: int) -> Iterator[int]:
         for child in children.read_text().split():
             # One that has just ended holds nothing.
             with suppress(OSError):
-                pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
-                yield pages * os.sysconf("SC_PAGE_SIZE")
+                yield resident_bytes(child)
                 yield from _resident_below(int(child))
 
 

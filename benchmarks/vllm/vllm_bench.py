@@ -21,13 +21,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks.device.models import MODELS
 from benchmarks.vllm import device
 from benchmarks.vllm.model import MAPPED, PACKED, options_named, written
 from benchmarks.vllm.rag_text import RagLoad, write_custom, write_tokenizer
-from benchmarks.vllm.server import MIDDLEWARE, served, words_of
+from benchmarks.vllm.server import MIDDLEWARE, samples, served, words_of
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
@@ -99,14 +98,9 @@ def bench_words(job: str, engine: str, folder: Path, chosen: argparse.Namespace)
 
 def counted(port: int) -> Counter[str]:
     """What a server's metrics say by now, of all labels together."""
-    from prometheus_client.parser import text_string_to_metric_families
-
-    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
     sums: Counter[str] = Counter()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            sums[sample.name] += sample.value
+    for sample in samples(port):
+        sums[sample.name] += sample.value
     return sums
 
 
