@@ -341,7 +341,7 @@ struct MovePagesParams {
   RowPagesParams home;
   uint32_t most;
   uint32_t page_bytes;   // a multiple of 16
-  uint32_t page_pieces;  // pieces of 4 KiB
+  uint32_t page_pieces;  // pieces of kPiece bytes
   uint32_t spills;       // from the slots; else into them
 };
 

@@ -1,4 +1,5 @@
 // move_pages: whole pages between slots on the device and where all pages lie, pinned host memory.
+// Hopper has move_pages_sm90.cu.
 //
 // The simple version:
 //   for each of the first `count` moves (row, page, slot): find both pages, copy one to the other
@@ -15,7 +16,7 @@
 // count beyond the moves is all of them.
 
 #include "api.h"
-#include "row_pages.cuh"
+#include "move_route.cuh"
 
 namespace {
 
@@ -24,38 +25,14 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kOwn = 8;  // loads of a lane that are under way together
 constexpr uint32_t kPiece = kOwn * 32 * sizeof(uint4);
 
-// Where a piece is read and written, and its bytes; 0 for one that is skipped.
-struct Route {
-  const unsigned char* from;
-  unsigned char* to;
-  uint32_t bytes;
-};
-
-__device__ __forceinline__ Route route_of(const MovePagesParams& p, uint64_t piece,
-                                          uint64_t pieces) {
-  if (piece >= pieces) return {nullptr, nullptr, 0};
-  const uint64_t move = piece / p.page_pieces;
-  const uint32_t offset = static_cast<uint32_t>(piece - move * p.page_pieces) * kPiece;
-  const int32_t* numbers = p.moves + 3 * move;
-  const int64_t page = page_of(p.home, numbers[0], numbers[1]);
-  const int64_t slot = page_of(p.slots, numbers[0], numbers[2]);
-  if (page < 0 || slot < 0) return {nullptr, nullptr, 0};
-  auto* at_home = static_cast<unsigned char*>(p.home.data) + page * p.page_bytes + offset;
-  auto* in_slot = static_cast<unsigned char*>(p.slots.data) + slot * p.page_bytes + offset;
-  const uint32_t bytes = min(p.page_bytes - offset, kPiece);
-  if (p.spills != 0) return {in_slot, at_home, bytes};
-  return {at_home, in_slot, bytes};
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 8)
     move_pages(const __grid_constant__ MovePagesParams p) {
   const uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kWarps * gridDim.x;
   const uint32_t lane = threadIdx.x % 32;
-  const uint32_t count = min(static_cast<uint32_t>(max(*p.count, 0)), p.most);
-  const uint64_t pieces = uint64_t{count} * p.page_pieces;
-  Route route = route_of(p, warp, pieces);
+  const uint64_t pieces = pieces_of(p);
+  Route route = route_of<kPiece>(p, warp, pieces);
   for (uint64_t piece = warp; piece < pieces; piece += warps) {
     uint4 words[kOwn];
 #pragma unroll
@@ -63,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 8)
       const uint32_t at = (i * 32 + lane) * sizeof(uint4);
       if (at < route.bytes) words[i] = __ldcs(reinterpret_cast<const uint4*>(route.from + at));
     }
-    const Route next = route_of(p, piece + warps, pieces);
+    const Route next = route_of<kPiece>(p, piece + warps, pieces);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const uint32_t at = (i * 32 + lane) * sizeof(uint4);

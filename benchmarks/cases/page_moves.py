@@ -8,8 +8,9 @@ Every call is a graph of its own; the L2 cache holds nothing of it.
 `move_pages` for pages of 2 to 256 KiB between the device and pinned memory, both ways, on one, two
 and four processors' worth of thread blocks, and large ones by the copy engine. Beside it one copy
 of as many bytes by that engine, which is the ceiling, and a copy for each page. The same pages as
-fp8 in pinned memory, half the bytes, which are rounded and widened on the way. Then attention of a
-decode step in 16 layers, alone and while pages are fetched on another stream.
+fp8 in pinned memory, half the bytes, which are rounded and widened on the way. Then a decode step's
+attention in 16 layers, alone and while pages are carried on another stream; and the same with the
+products of matrices of such layers.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ SEPARATE = 2048
 """The most pages that are copied one by one."""
 DECODED = 16
 """Layers whose attention is timed beside moves."""
+PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 28_672), (14_336, 4096))
+"""Weights [in, out] of a layer: for queries, keys and values, behind attention, and the MLP's."""
 ROUNDS = 30
 
 
@@ -286,48 +289,73 @@ def _rounded(pages: int, clock: DeviceClock, effort: Effort) -> list[Row]:
 
 
 def _beside(rounds: int) -> list[Row]:
-    """Attention alone, and while pages are fetched: how much longer it takes.
+    """A step's layers alone, and while pages are carried: how much longer they take.
 
     Beside one copy of as many bytes by the copy engine it takes what the memory alone costs.
     """
-    layer = Layer.of(40, 10_240, 64)
+    layers = Layers(Layer.of(40, 10_240, 64))
     case, large = (Moving.of(4 * MOVED // size, size) for size in (8 * KIB, 256 * KIB))
-
-    def decode() -> None:
-        for _ in range(DECODED):
-            layer.attend_to_all()
-
-    graph, side = replayed(decode), torch.cuda.Stream()
-    found = []
-    fetches: dict[str, Callable[[], Any]] = {
+    carried: dict[str, Callable[[], Any]] = {
         **{f"a fetch on {n} processors": partial(case.carry, "fetch", n) for n in (1, 2, 4)},
-        "pages of 256 KiB by the copy engine": partial(large.carry_by_engine, "fetch"),
-        "one copy by the copy engine": partial(case.copy, "fetch"),
+        **{f"a spill on {n} processors": partial(case.carry, "spill", n) for n in (1, 2, 4)},
+        "pages of 256 KiB fetched by the copy engine": partial(large.carry_by_engine, "fetch"),
+        "one copy fetched by the copy engine": partial(case.copy, "fetch"),
+        "one copy spilled by the copy engine": partial(case.copy, "spill"),
     }
-    for name, fetch in fetches.items():
-        alone, beside, moved = [], [], []
-        for _ in range(rounds):
-            alone.append(_timed(graph))
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            with torch.cuda.stream(side):
-                begin.record()
-                fetch()
-                end.record()
-            beside.append(_timed(graph))
-            # Attention has ended while pages still came, or the figure says nothing.
-            expect(not end.query(), "moves: expected them to last longer than attention")
-            end.synchronize()
-            moved.append(begin.elapsed_time(end) / 1e3)
-        slower = median(beside) / median(alone) - 1
-        beside_it = {
-            "alone ms": median(alone) * 1e3,
-            "slower by": slower,
-            "asked for": 0.03,
-            "fetched GB/s": 4 * MOVED / median(moved) / 1e9,
-        }
-        title = f"attention of {DECODED} layers beside {name}"
-        found.append(Row(title, median(beside) * 1e3, "ms", None, beside_it))
+    computed = {"attention": layers.attend, "attention and products": layers.decode}
+    found = []
+    for computes, call in computed.items():
+        graph = replayed(call)
+        for name, carry in carried.items():
+            title = f"{computes} of {DECODED} layers beside {name}"
+            found.append(_slowed(title, graph, carry, rounds))
     return found
+
+
+class Layers:
+    """Layers of a decode step at the shape of Llama-3.1-8B, all of the same attention."""
+
+    def __init__(self, layer: Layer) -> None:
+        of = {"dtype": torch.bfloat16, "device": "cuda"}
+        self._layer = layer
+        self._weights = [[torch.randn(*shape, **of) for shape in PRODUCTS] for _ in range(DECODED)]
+        self._rows = {n: torch.randn(layer.requests, n, **of) for n, _ in PRODUCTS}
+
+    def attend(self) -> None:
+        for _ in range(DECODED):
+            self._layer.attend_to_all()
+
+    def decode(self) -> None:
+        for first, *others in self._weights:
+            _ = self._rows[first.shape[0]] @ first
+            self._layer.attend_to_all()
+            for weight in others:
+                _ = self._rows[weight.shape[0]] @ weight
+
+
+def _slowed(title: str, graph: Callable[[], Any], carry: Callable[[], Any], rounds: int) -> Row:
+    """What a graph takes while pages are carried, and alone."""
+    alone, beside, moved = [], [], []
+    side = torch.cuda.Stream()
+    for _ in range(rounds):
+        alone.append(_timed(graph))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(side):
+            begin.record()
+            carry()
+            end.record()
+        beside.append(_timed(graph))
+        # It has ended while pages were still carried, or the figure says nothing.
+        expect(not end.query(), "moves: expected them to last longer than what is beside them")
+        end.synchronize()
+        moved.append(begin.elapsed_time(end) / 1e3)
+    of = {
+        "alone ms": median(alone) * 1e3,
+        "slower by": median(beside) / median(alone) - 1,
+        "asked for": 0.03,
+        "carried GB/s": 4 * MOVED / median(moved) / 1e9,
+    }
+    return Row(title, median(beside) * 1e3, "ms", None, of)
 
 
 def _timed(call: Callable[[], Any]) -> float:

@@ -1,4 +1,4 @@
-//! Launch of `move_pages.cu`.
+//! Launch of `move_pages.cu`, on Hopper of `move_pages_sm90.cu`.
 
 use kvweave_core::ops::Way;
 
@@ -14,6 +14,10 @@ pub(crate) const THREADS: u32 = 128;
 pub(crate) const BLOCKS: usize = 8;
 /// `kPiece` of the kernel: bytes that a warp carries at a time.
 const PIECE: usize = 4096;
+/// Threads of Hopper's kernel: `kLanes`.
+const RING_THREADS: u32 = 32;
+/// `kPiece` of Hopper's kernel.
+const RING_PIECE: usize = 2048;
 /// Bytes of a load or store.
 const WORD: usize = 16;
 
@@ -73,22 +77,30 @@ impl CudaBackend {
     /// pinned, `Unsupported` for pages that are no multiple of 16 bytes, `Driver` when the launch
     /// fails.
     pub unsafe fn move_pages(&self, call: &MovePagesLaunch) -> Result<(), CudaError> {
-        let mut params = params_of(call)?;
+        let is_ring = self.capability() == (9, 0);
+        let mut params = params_of(call, if is_ring { RING_PIECE } else { PIECE })?;
         if call.most == 0 || call.slots.pages == 0 || call.home.pages == 0 {
             return Ok(());
         }
         params.slots.data = self.reached("slots", &call.slots)?;
         params.home.data = self.reached("home", &call.home)?;
-        let pieces = call.most.saturating_mul(call.page_bytes.div_ceil(PIECE));
         let processors = call.processors.min(self.processors() as usize);
-        let blocks = (BLOCKS * processors).min(pieces.div_ceil(THREADS as usize / 32));
-        let grid = Grid {
-            blocks: [narrow("processors", blocks)?, 1, 1],
-            threads: THREADS,
-            shared_bytes: 0,
+        let (kernel, threads, most) = if is_ring {
+            (
+                ("move_pages_sm90", "move_pages_sm90"),
+                RING_THREADS,
+                ring_blocks(call.way) * processors,
+            )
+        } else {
+            (("move_pages", "move_pages"), THREADS, BLOCKS * processors)
         };
+        let pieces = call.most.saturating_mul(params.page_pieces as usize);
+        let blocks = most.min(pieces.div_ceil(threads as usize / 32));
+        let blocks = [narrow("processors", blocks)?, 1, 1];
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { self.launch(("move_pages", "move_pages"), grid, call.stream, &params) }
+        unsafe {
+            self.launch(kernel, Grid { blocks, threads, shared_bytes: 0 }, call.stream, &params)
+        }
     }
 
     /// The address under which kernels reach an arena.
@@ -107,7 +119,16 @@ impl CudaBackend {
     }
 }
 
-fn params_of(call: &MovePagesLaunch) -> Result<MovePagesParams, CudaError> {
+/// Thread blocks of Hopper's kernel that do for a processor. What is fetched is asked for and waited
+/// for; stores are taken at once, and more blocks of them would hold up all others on the device.
+const fn ring_blocks(way: Way) -> usize {
+    match way {
+        Way::Fetch => 16,
+        Way::Spill => 6,
+    }
+}
+
+fn params_of(call: &MovePagesLaunch, piece: usize) -> Result<MovePagesParams, CudaError> {
     let bytes = call.page_bytes;
     if bytes == 0 || !bytes.is_multiple_of(WORD) {
         return Err(CudaError::unsupported(
@@ -128,7 +149,7 @@ fn params_of(call: &MovePagesLaunch) -> Result<MovePagesParams, CudaError> {
         home: row_pages("home", &call.home, bytes)?,
         most: narrow("moves", call.most)?,
         page_bytes: narrow("bytes of a page", bytes)?,
-        page_pieces: narrow("bytes of a page", bytes.div_ceil(PIECE))?,
+        page_pieces: narrow("bytes of a page", bytes.div_ceil(piece))?,
         spills: u32::from(call.way == Way::Spill),
     })
 }
