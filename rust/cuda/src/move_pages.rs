@@ -119,8 +119,8 @@ impl CudaBackend {
     }
 }
 
-/// Thread blocks of Hopper's kernel that do for a processor. What is fetched is asked for and waited
-/// for; stores are taken at once, and more blocks of them would hold up all others on the device.
+/// Thread blocks of Hopper's kernel that do for a processor. What is fetched is asked for and then
+/// awaited; stores are taken at once, and more blocks would hold up all others on the device.
 const fn ring_blocks(way: Way) -> usize {
     match way {
         Way::Fetch => 16,
