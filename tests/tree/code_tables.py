@@ -228,6 +228,12 @@ def refused_by_a_runner() -> str:
 # ---- what goes together in an engine ------------------------------------------------------
 
 
+HYBRID = "disable_hybrid_kv_cache_manager"
+FOLDER_UNDER_A_MAP = "test_together.py::test_a_folder_under_a_map_behind_a_prefix"
+QUANTISED = "test_segments_quantised.py::test_answers_are_near_the_runners_over_the_same_weights"
+QUANTISED_FOLDER = "test_segments_quantised.py::test_documents_come_back_from_a_folder_packed_too"
+ONE_MANAGER = "test_together.py::test_one_manager_of_blocks_beside_heads_and_pages"
+ONE_MANAGER_OF_SEGMENTS = "test_together.py::test_one_manager_of_blocks_beside_segments"
 IN_ENGINES: dict[tuple[str, str], str] = {
     (engine.HEADS, engine.PAGES): "test_virtual_pages.py::test_local_heads_are_masked_ones",
     (engine.TOP_K, engine.PAGES): "test_virtual_pages_top_k.py::"
@@ -255,6 +261,19 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     (engine.PACKED, engine.FOLDER): "test_segments_restart.py::"
     "test_a_restarted_engine_says_the_same",
     (engine.FOLDER, "tensor_parallel_size"): "test_two_ranks.py::test_two_ranks_are_the_runner",
+    (engine.HEADS, engine.FOLDER): FOLDER_UNDER_A_MAP,
+    (engine.TOP_K, engine.FOLDER): FOLDER_UNDER_A_MAP,
+    (engine.FOLDER, "enable_prefix_caching"): FOLDER_UNDER_A_MAP,
+    (engine.TOP_K, engine.PACKED): "test_together.py::"
+    "test_packed_segments_beside_heads_that_choose_pages",
+    (engine.TOP_K, HYBRID): ONE_MANAGER,
+    (engine.PAGES, HYBRID): ONE_MANAGER,
+    (engine.SEGMENTS, "quantization"): QUANTISED,
+    (engine.PACKED, "quantization"): QUANTISED_FOLDER,
+    (engine.FOLDER, "quantization"): QUANTISED_FOLDER,
+    (engine.SEGMENTS, HYBRID): ONE_MANAGER_OF_SEGMENTS,
+    (engine.PACKED, HYBRID): ONE_MANAGER_OF_SEGMENTS,
+    (engine.FOLDER, HYBRID): ONE_MANAGER_OF_SEGMENTS,
     (engine.TOP_K, "enable_prefix_caching"): "test_top_k.py::"
     "test_what_is_found_in_the_prefix_cache_has_its_bounds",
     (engine.PAGES, "enable_prefix_caching"): "test_virtual_pages.py::test_cached_prefixes_are_read",
