@@ -10,6 +10,7 @@ import torch
 
 from families import tiny
 from kvweave import ops
+from kvweave.adapters.vllm import options
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES
@@ -20,6 +21,7 @@ from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 from kvweave.policies import Full
+from kvweave.runner.kv import packing
 from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import SeenDecoding
 from page_meaning import of_format
@@ -124,7 +126,7 @@ def test_the_basis_is_of_the_first_tokens(kind: str, sizes: tuple[int, ...]) -> 
 @pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
 def test_a_document_that_is_encoded_makes_the_basis(kind: str) -> None:
     """Of its exact pages, whose tokens are those that vLLM's pages would have."""
-    engine, other = Engine(kind), Engine(kind)
+    engine, other = (Engine(kind, exact_first=0) for _ in range(2))
     tokens = text(640, 4)
     admitted, _, _ = engine.prefill(tokens, 640)
     taken = other.store.admit(tokens, [], "", Full(), discover=False)
@@ -178,9 +180,10 @@ def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -
 @pytest.mark.parametrize("kind", get_args(PackedKind))
 @pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("arena", [1 << 20, 1 << 22, 1 << 24])
-def test_bytes_are_the_formula(kind: Any, others: bool, arena: int) -> None:
+@pytest.mark.parametrize("first", [None, 0, 3, 64])
+def test_bytes_are_the_formula(kind: Any, others: bool, arena: int, first: int | None) -> None:
     """What the store takes is within its bytes, bases and all; nearly all of them are used."""
-    store = Engine(kind, arena, others=others).store
+    store = Engine(kind, arena, others=others, exact_first=first).store
     taken = [store._unpacked, store.packed.data]
     if store.bases is not None:
         rows = {"half-int4": 1 + DIM, "quarter-bf16": 1 + DIM}.get(kind, 2 + 2 * DIM)
@@ -189,13 +192,22 @@ def test_bytes_are_the_formula(kind: Any, others: bool, arena: int) -> None:
         assert store.bases.nbytes == count * one
         taken += [store.bases.bases.data, store.bases.bases.of]
         taken.append(store.bases.of_pages(0, 0, 1).of)
+    tokens, slack = store.first_tokens, 0
+    assert tokens == (store.bases is not None if first is None else first)
+    if tokens:
+        assert store.firsts is not None
+        taken.append(store.firsts.data)
+        slack = tokens * LAYERS * HEADS * 2 * DIM * 4
+        count = store.room.blocks - 1
+        assert store.firsts.nbytes == (1 + max(min(count, 64), count // 4)) * slack
     assert sum(part.nbytes for part in taken) == store.room.nbytes <= arena
-    assert arena - store.room.nbytes < 2 * store.block_bytes + 8 * LAYERS * HEADS
+    assert arena - store.room.nbytes < 2 * (store.block_bytes + slack) + 8 * LAYERS * HEADS
     assert store.cache.stats()["total"] <= store.room.blocks
 
 
 def test_names_are_those_of_formats() -> None:
     assert set(get_args(PackedKind)) == set(get_args(Preset))
+    assert options.MOST_FIRST == packing.MOST_FIRST
 
 
 def geometry(head_dim: int) -> Geometry:

@@ -10,19 +10,25 @@ together.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.cache import KvRequest
+from kvweave.cache import KvRequest, KvShape
+from kvweave.device_memory import needs_memory
 from kvweave.payload.pages import Places as Slots
 from kvweave.payload.pages import gather
 from kvweave.runner.kv.tables import Int32
-from kvweave.runner.kv.token_places import places_of
+from kvweave.runner.kv.token_places import Places, no_places, places_of
 
 FIRST_SHARE, LEAST_FIRSTS = 4, 64
 """There is room for one beginning for so many packed blocks, those of 256 tokens; and for so many
 beginnings at least, or one for each block."""
+
+Begun = tuple[int, int, str]
+"""Where a document is in a prompt that has it from its first token on, and its namespace."""
 
 _Key = tuple[str, int, bytes]
 """Namespace, regime and first tokens of a document."""
@@ -46,6 +52,19 @@ class ExactFirsts:
         self.data = data
         # Which room each has, those that were used last at the end.
         self._rooms: dict[_Key, int] = {}
+
+    @classmethod
+    @needs_memory("first tokens of documents")
+    def zeros(
+        cls, rooms: int, shape: KvShape, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> ExactFirsts:
+        """So many rooms, nobody's among them, for the first tokens of documents of a geometry.
+
+        # Errors
+        `OutOfMemory` where the device has none for them.
+        """
+        sizes = rooms, shape.layers * shape.kv_heads, 2, tokens, shape.head_dim
+        return cls(torch.zeros(sizes, dtype=dtype, device=device))
 
     @property
     def tokens(self) -> int:
@@ -82,6 +101,22 @@ class ExactFirsts:
         room = self._used(self._key(text, namespace, regime))
         return None if room is None else room * self.data.shape[1]
 
+    def places(
+        self, prompt: Int32, begun: Iterable[Begun], regime: int, *, rotates: bool
+    ) -> Places:
+        """Where a prompt's tokens lie in `pages` [T, 3]; the block of all others is −1.
+
+        `begun`: the documents that it has. `rotates` False reads keys as if they had not moved.
+        """
+        exact = no_places(len(prompt))
+        for start, end, namespace in begun:
+            block = self.block_of(prompt[start:end], namespace, regime)
+            if block is not None:
+                rows = exact[start : min(start + self.tokens, end)]
+                rows[:, 0], rows[:, 1] = block, np.arange(len(rows))
+                rows[:, 2] = start if rotates else 0
+        return exact
+
     def of_text(self, text: Int32, namespace: str, regime: int) -> torch.Tensor | None:
         """The first tokens of a document [pages, 2, tokens, D], those that it lacks being 0."""
         room = self._used(self._key(text, namespace, regime))
@@ -115,6 +150,10 @@ class ExactFirsts:
         """Lets all go of a namespace."""
         self._rooms = {key: room for key, room in self._rooms.items() if key[0] != namespace}
 
+    def forget_all_but(self, namespaces: Collection[str]) -> None:
+        """Lets all go of other namespaces than some."""
+        self._rooms = {key: room for key, room in self._rooms.items() if key[0] in namespaces}
+
     def _key(self, text: Int32, namespace: str, regime: int) -> _Key:
         return namespace, regime, np.asarray(text[: self.tokens], np.int32).tobytes()
 
@@ -131,6 +170,14 @@ class ExactFirsts:
         self.data[room].zero_()
         self.data[room, :, :, : firsts.shape[2]] = firsts.to(self.data.device)
         self._rooms[key] = room
+
+
+def firsts_counts(firsts: ExactFirsts | None) -> dict[str, int]:
+    """`firsts`, how many are kept, of `firsts_most`, in `first_bytes` each."""
+    if firsts is None:
+        return {"firsts": 0, "firsts_most": 0, "first_bytes": 0}
+    most, size = firsts.most, firsts.room_bytes
+    return {"firsts": firsts.held, "firsts_most": most, "first_bytes": size}
 
 
 def add_without_first(
