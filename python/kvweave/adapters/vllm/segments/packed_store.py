@@ -307,7 +307,7 @@ class PackedSegmentStore(SegmentStore):
             blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
             first, count = packs[:MOST_PAGES], self.block_pages
-            left_out = 0 if numbers[0] else min(self.first_tokens, admitted.tokens)
+            left_out = self.first_tokens
             self._assigned(own, lambda: on_host(pages, first.cpu().numpy(), count), left_out)
             ops.pack_pages(pages, self.packed, packs, pages=count)
         if self.firsts is not None:
