@@ -409,7 +409,8 @@ def read_by(llm: Any, counts: Counts, document: tuple[int, ...]) -> Read:
             found.kv.append(torch.stack(kv))
             kept(admitted, end, layers, blocks)
 
-        prompt = [*text(before, 1), *document, *text(15, 2)]
+        seed = before + len(document)
+        prompt = [*text(before, seed), *document, *text(15, 100 + seed)]
         span = [before, before + len(document)]
         params.extra_args = {"kvweave": {"segments": [span], "policy": "naive"}}
         store.keep = keep
