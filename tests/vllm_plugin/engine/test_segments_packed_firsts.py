@@ -106,9 +106,10 @@ def test_they_are_exact_wherever_a_document_is_read(
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_they_are_to_the_bit_what_an_exact_store_reads(count: int) -> None:
-    """Which turns its keys by the same copy."""
-    engine, exact = Engine("half-int4", exact_first=count), Engine("half-int4")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_they_are_to_the_bit_what_an_exact_store_reads(count: int, dtype: torch.dtype) -> None:
+    """Which turns its keys by the same copy, and rounds them once."""
+    engine, exact = (Engine("half-int4", exact_first=count, dtype=dtype) for _ in range(2))
     exact.store = SegmentStore(engine.store.geometry, 1 << 22, 0.5, "m")  # type: ignore[assignment]
     found = []
     for each in (engine, exact):

@@ -50,9 +50,10 @@ class Engine:
         others: bool = True,
         seed: int = 0,
         exact_first: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.device = torch.device(device)
-        geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, self.device, INV_FREQ)
+        self.device, self.dtype = torch.device(device), dtype
+        geometry = Geometry(LAYERS, HEADS, DIM, dtype, self.device, INV_FREQ)
         self.sizes, self.heads, self.window = sizes, HEADS // len(sizes), window
         page = page_tokens_of(math.lcm(*sizes))
         asked = kind, page, others, exact_first
@@ -63,7 +64,8 @@ class Engine:
         self._draws = np.random.default_rng(seed)
 
     def _part(self, layer: int, number: int) -> HeadPart:
-        pages = torch.zeros(POOL * self.heads, 2, self.sizes[number], DIM, device=self.device)
+        shape = POOL * self.heads, 2, self.sizes[number], DIM
+        pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
         attends: Any = Attends(number * self.heads, self.heads)
         return HeadPart(f"{layer}.{number}", attends, pages, self.heads, number, None)
 
@@ -92,7 +94,7 @@ class Engine:
             for head in range(self.heads):
                 values = self._draws.normal(size=(len(page), 2, DIM)).astype(np.float32)
                 drawn.append(torch.from_numpy(values))
-                part.pages[page + head, :, slot] = drawn[-1].to(self.device)
+                part.pages[page + head, :, slot] = drawn[-1].to(part.pages)
         every = torch.stack(drawn).unflatten(0, (LAYERS, HEADS))
         self.written |= dict(zip(np.asarray(positions).tolist(), every.unbind(2), strict=True))
 
@@ -126,7 +128,7 @@ class Engine:
         exact = torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype("f4"))
         with self.store.encoding(admitted) as room:
             at = torch.from_numpy(room.request.slots(np.arange(len(tokens), dtype=np.int32))).long()
-            for page, values in enumerate(exact.flatten(0, 1).to(self.device)):
+            for page, values in enumerate(exact.flatten(0, 1).to(room.pages)):
                 room.pages[at[:, 0] + page, :, at[:, 1]] = values
         return admitted.request, exact
 
