@@ -73,7 +73,7 @@ def test_pages_are_what_their_basis_makes_of_them(
     kind: str, sizes: tuple[int, ...], device: str
 ) -> None:
     """Those of the first tokens in no basis, later ones in theirs; both in one prompt, moved."""
-    engine = Engine(kind, sizes=sizes, device=device)
+    engine = Engine(kind, sizes=sizes, device=device, exact_first=0)
     tokens = text(1000, 3)
     admitted, _, came = engine.prefill(tokens, 200)
     assert not came
@@ -102,13 +102,16 @@ def test_pages_are_what_their_basis_makes_of_them(
 
 @pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
 @SEVERAL
-def test_the_basis_is_of_the_first_tokens(kind: str, sizes: tuple[int, ...]) -> None:
-    """As numpy finds it; of a long text of the first pages alone."""
-    engine = Engine(kind, arena=1 << 24, sizes=sizes)
+@pytest.mark.parametrize("exact_first", [0, 1, 20])
+def test_the_basis_is_of_the_first_tokens(
+    kind: str, sizes: tuple[int, ...], exact_first: int
+) -> None:
+    """As numpy finds it, but for those that are exact; of a long text of the first pages alone."""
+    engine = Engine(kind, arena=1 << 24, sizes=sizes, exact_first=exact_first)
     count = (MOST_PAGES + 3) * PAGE
     engine.prefill(text(count, 3), count)
     basis = basis_of(engine, SHARED).double().numpy()
-    tokens = [engine.written[at] for at in range(MOST_PAGES * PAGE)]
+    tokens = [engine.written[at] for at in range(exact_first, MOST_PAGES * PAGE)]
     values = torch.stack(tokens, 3).double().numpy()
     for layer in range(LAYERS):
         for head in range(HEADS):
@@ -126,7 +129,7 @@ def test_the_basis_is_of_the_first_tokens(kind: str, sizes: tuple[int, ...]) -> 
 @pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
 def test_a_document_that_is_encoded_makes_the_basis(kind: str) -> None:
     """Of its exact pages, whose tokens are those that vLLM's pages would have."""
-    engine, other = (Engine(kind, exact_first=0) for _ in range(2))
+    engine, other = Engine(kind), Engine(kind)
     tokens = text(640, 4)
     admitted, _, _ = engine.prefill(tokens, 640)
     taken = other.store.admit(tokens, [], "", Full(), discover=False)

@@ -21,7 +21,7 @@ from kvweave.adapters.vllm.segments.store import SegmentStore
 from kvweave.cache import KvShape
 from kvweave.errors import CorruptShard, InvalidArgument
 from kvweave.policies import Naive
-from kvweave.runner.kv.pool_bases import SHARED
+from kvweave.runner.kv.pool_bases import SHARED, UNROTATED
 from test_segments_packed_folder import IDS, TOKENS, Folder, basis_made, expect_same_reads
 from versions import needs_cuda
 from vllm_packed_store import DIM, HEADS, LAYERS, PAGE, Engine, turned
@@ -44,10 +44,15 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def stores_of(kind: str, count: int | None, **settings: Any) -> list[Engine]:
-    """One whose documents' first tokens are exact, and one without, both with the same basis."""
+    """One whose first tokens are exact, and one without, both with the same bases."""
     engines = [Engine(kind, exact_first=first, **settings) for first in (count, 0)]
     for engine in engines:
         basis_made(engine)
+    bases, others = (engine.store.bases for engine in engines)
+    if bases is not None:
+        assert others is not None
+        for number in (UNROTATED, SHARED):
+            others.write(number, bases.on_host(number))
     return engines
 
 
@@ -100,7 +105,6 @@ def test_they_are_exact_wherever_a_document_is_read(
         got, without = (read(each, prompt, at, 150, chunk=chunk) for each in (engine, plain))
         # The last token of a prompt is computed, no other.
         expect_first(got, exact, without, count, at)
-    assert engine.store.counts()["firsts"] == 1
     engine.store.cache.check()
     assert engine.store.cache.stats()["held"] == engine.store.cache.stats()["frozen"]
 
@@ -154,10 +158,48 @@ def test_two_documents_that_begin_alike_share_them_in_one_namespace() -> None:
     engine, _ = stores_of("planes-3", 4)
     texts = [[*text(4, 1), *text(90, seed)] for seed in (2, 3)]
     kept = [engine.encode(tokens, space)[0] for tokens in texts for space in ("a", "b")]
-    assert engine.store.counts()["firsts"] == 2
-    assert engine.store.bytes_by_state()["firsts"] == 2 * 4 * LAYERS * HEADS * 2 * DIM * 4
+    # The prompt that made the basis has the third.
+    assert engine.store.counts()["firsts"] == 3
+    assert engine.store.bytes_by_state()["firsts"] == 3 * 4 * LAYERS * HEADS * 2 * DIM * 4
     for request in kept:
         request.release()
+
+
+@pytest.mark.parametrize(("kind", "asked", "count"), FORMATS)
+@pytest.mark.parametrize("sizes", [(16,), (32, 64)])
+@pytest.mark.parametrize("chunk", [7, 100, 1000])
+@pytest.mark.parametrize("device", DEVICES)
+def test_so_are_those_of_a_prompt_to_who_goes_on_from_it(
+    kind: str, asked: int | None, count: int, sizes: tuple[int, ...], chunk: int, device: str
+) -> None:
+    """And to who marks what it began with elsewhere; what it has of others is read packed."""
+    engine, plain = stores_of(kind, asked, sizes=sizes, device=device)
+    prompt = text(200, 3)
+    for each in (engine, plain):
+        each.prefill(prompt, chunk, spans=[(0, 130)])[0].release()
+    exact = torch.stack([engine.written[at] for at in range(130)], 2)
+    for longer, at in (([*prompt[:130], *text(80, 9)], 0), ([*text(37, 5), *prompt[:130], 1], 37)):
+        got, without = (read(each, longer, at, 128, chunk=chunk) for each in (engine, plain))
+        expect_first(got, exact[:, :, :128], without, count, at)
+    behind = [*text(9, 5), *prompt[64:128], 1]
+    got, without = (read(each, behind, 9, 64, chunk=chunk) for each in (engine, plain))
+    assert torch.equal(got, without)
+
+
+def test_what_the_engine_had_of_a_prompt_is_not_taken_for_exact() -> None:
+    """vLLM may have copied it from packed pages; nor what a policy left out of its layers."""
+    engine, tokens = Engine("half-int4", exact_first=2), text(100, 3)
+    for name, value in (("computed_from", 64), ("exact", 1)):
+        admitted = engine.store.admit(tokens, [], "", Naive(), discover=False)
+        setattr(admitted, name, value)
+        blocks = engine.blocks(100)
+        engine.write(blocks, np.arange(100))
+        engine.store.keep(admitted, 100, engine.layers, blocks)
+        admitted.release()
+        engine.store.cache.forget(None)
+        assert engine.store.counts()["firsts"] == 0
+    engine.prefill(tokens, 100)[0].release()
+    assert engine.store.counts()["firsts"] == 1
 
 
 # ---- rooms ----------------------------------------------------------------------------------
@@ -443,9 +485,10 @@ def run(model: Path, **options: Any) -> list[Read]:
         found = [read_by(llm, counts, document) for document in (DOCUMENT, SHORT)]
         assert counts.total.reused_tokens == 3 * (len(DOCUMENT) + len(SHORT))
         if "segment_dtype" in options:
-            kept = options.get("exact_first", 1) > 0
-            assert base.store()["firsts"] == 4 * kept
-            assert ("firsts" in counts.total.store_bytes) == kept
+            # Four documents; and two prompts each that begin with 20 and 37 tokens before them.
+            kept = {0: 0, 1: 8, 64: 4}[options.get("exact_first", 1)]
+            assert base.store()["firsts"] == kept
+            assert ("firsts" in counts.total.store_bytes) == (kept > 0)
     return found
 
 

@@ -215,8 +215,6 @@ def make_packed_pool(
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None
-    firsts = None
-    if rooms_of_firsts := sizes.firsts(tokens):
-        asked = exact_shape, first_tokens, spec.dtype, torch.device(spec.device)
-        firsts = ExactFirsts.zeros(rooms_of_firsts, *asked)
+    of_firsts = exact_shape, first_tokens, spec.dtype, spec.device
+    firsts = ExactFirsts.made(sizes.firsts(tokens), *of_firsts)
     return exact, PackedPool(*known, sizes.chunk(tokens), aside, final, firsts)

@@ -8,8 +8,8 @@ are reused are unpacked into a few exact pages, whose keys turn on the way into 
 Formats in a basis are packed in the one that the first tokens make, whoever's they are. Documents
 of an earlier store bring theirs: what is unpacked together is of one basis, and turned out of it.
 
-A document's first tokens, which such formats fit worst, lie beside its pages as they were computed.
-Whoever reuses it from there on has these copied instead, its keys turned as all others are.
+The first tokens of a document or a prompt, which such formats fit worst, lie beside its pages as
+they were computed. Whoever reuses it from there on has these copied instead, keys turned as others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from kvweave import ops
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
-from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES, measured_pages
+from kvweave.adapters.vllm.segments.measured_pages import (
+    MOST_PAGES,
+    first_tokens,
+    measured_pages,
+)
 from kvweave.adapters.vllm.segments.packed_room import PackedRoom
 from kvweave.adapters.vllm.segments.store import (
     PAGE_TOKENS,
@@ -139,10 +143,8 @@ class PackedSegmentStore(SegmentStore):
         self.bases: PoolBases | None = None
         if self.packed.bases is not None:
             self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
-        self.firsts: ExactFirsts | None = None
-        if room.firsts:
-            of_tokens = self.first_tokens, geometry.dtype, geometry.device
-            self.firsts = ExactFirsts.zeros(room.firsts, shape, *of_tokens)
+        of_firsts = shape, self.first_tokens, geometry.dtype, geometry.device
+        self.firsts = ExactFirsts.made(room.firsts, *of_firsts)
         cache = KvCache(shape, blocks=room.blocks, memory=False, **settings)
         if self.bases is not None:
             # A document's basis has room for another one once nobody has its pages.
@@ -251,12 +253,27 @@ class PackedSegmentStore(SegmentStore):
         ]
         if len(own):
             size = self.geometry.kv_heads, self.page_tokens
-            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size))
+            left_out = 0 if numbers[0] else self.first_tokens
+            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size), left_out)
             for layer, parts in enumerate(layers.layers):
                 for part in parts:
                     packed, packs = self._pages_of(layer, part, basis), of_class[part.number]
                     ops.pack_pages(part.pages, packed, packs, pages=part.kv_heads)
+            if not numbers[0]:
+                self._keep_first(admitted, layers, blocks)
         self._commit_whole(admitted, end)
+
+    def _keep_first(
+        self, admitted: AdmittedPrompt, layers: AttentionLayers, blocks: list[torch.Tensor]
+    ) -> None:
+        """Keeps the first tokens of a prompt, where it has computed them."""
+        count = min(self.first_tokens, admitted.tokens)
+        computed = np.array_equal(admitted.fresh[:count], np.arange(count))
+        known = admitted.request.tokens, admitted.request.namespace, self.regime
+        if self.firsts is None or not computed or admitted.computed_from:
+            return
+        if admitted.exact >= count and self.firsts.block_of(*known) is None:
+            self.firsts.put_passing(*known, first_tokens(layers, blocks, count))
 
     @contextmanager
     def encoding(self, admitted: AdmittedPrompt) -> Iterator[DocumentRoom]:
@@ -320,7 +337,7 @@ class PackedSegmentStore(SegmentStore):
         """The basis that own blocks are about to be packed in, which is said of them.
 
         `exact`: pages of theirs on the host, and packs of these, which the shared one is made of,
-        but for so many first tokens.
+        but for so many first tokens, which are read where they are exact.
         """
         bases = self.bases
         if bases is None:

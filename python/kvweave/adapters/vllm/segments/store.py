@@ -58,8 +58,9 @@ class AdmittedPrompt:
 
     `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
     another context, `fresh` i32 [F] the tokens that the store has not. `keeps`: what is computed
-    of it is stored. `sources` i32 [C, 6], rows (block, slot, own block, own slot, count, delta):
-    what its own blocks are to have of others', and is read there until it is stored.
+    of it is stored; the engine had the tokens before `computed_from` already. `sources` i32 [C, 6],
+    rows (block, slot, own block, own slot, count, delta): what its own blocks are to have of
+    others', and is read there until it is stored.
     """
 
     def __init__(self, request: KvRequest, policy: Policy) -> None:
@@ -74,6 +75,7 @@ class AdmittedPrompt:
         self.exact = self.segments[0][0] if self.segments else self.tokens
         self.stored = 0
         self.keeps = True
+        self.computed_from = 0
 
     @cached_property
     def reused(self) -> npt.NDArray[np.bool_]:
