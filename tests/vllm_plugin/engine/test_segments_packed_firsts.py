@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import SamplingParams
 
-from families import VOCABULARY, tiny
 from kvweave.adapters.vllm.segments import document_shards
-from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.packed_room import PackedRoom
 from kvweave.adapters.vllm.segments.store import SegmentStore
 from kvweave.cache import KvShape
@@ -25,7 +19,7 @@ from kvweave.runner.kv.pool_bases import SHARED, UNROTATED
 from test_segments_packed_folder import IDS, TOKENS, Folder, basis_made, expect_same_reads
 from versions import needs_cuda
 from vllm_packed_store import DIM, HEADS, LAYERS, PAGE, Engine, turned
-from vllm_segments import SIZES, Counts, segments, settings, text
+from vllm_segments import text
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 FORMATS = [("half-int4", None, 1), ("planes-3", 5, 5), ("int4", 64, 64), ("quarter-bf16", 2, 2)]
@@ -124,7 +118,7 @@ def test_they_are_to_the_bit_what_an_exact_store_reads(count: int, dtype: torch.
     assert not torch.equal(found[0], found[1])
 
 
-def test_keys_that_do_not_turn_are_the_same(folder: Folder) -> None:
+def test_keys_that_do_not_turn_are_the_same() -> None:
     """By a policy that reads them as they lie."""
     engine, _ = stores_of("half-int4", 2)
     request, exact = engine.encode(text(150, 3))
@@ -346,16 +340,17 @@ def test_shards_say_how_many_they_are_and_no_others_are_found(folder: Folder) ->
 
 def test_those_of_exact_documents_are_kept_as_they_come(folder: Folder) -> None:
     exact = SegmentStore(Engine().store.geometry, 1 << 22, 0.5, "m")
-    folder.insert(exact)[1].release()
-    engine, same = Engine("half-int4", exact_first=3), Engine("half-int4", exact_first=3)
+    _, written = folder.insert(exact)
+    ((block, slot), *_) = written.slots(np.arange(1, dtype=np.int32)).tolist()
+    wanted = exact.pages[block : block + LAYERS * HEADS, :, slot : slot + 3].clone()
+    engine = Engine("half-int4", exact_first=3)
     found = folder.read(engine.store)
     assert found is not None
-    folder.of(engine.store).admit(found[0], "a").release()
-    folder.insert(same.store)[1].release()
-    came, wanted = firsts_of(engine), firsts_of(same)
+    for request in (written, folder.of(engine.store).admit(found[0], "a")):
+        request.release()
+    came = firsts_of(engine)
     assert came is not None
-    assert wanted is not None
-    assert came.any()
+    assert torch.equal(came, wanted)
 
 
 def spoiled(firsts: torch.Tensor, how: str) -> bytes:
@@ -411,116 +406,3 @@ def test_a_shard_without_them_is_read_packed(folder: Folder) -> None:
     folder.of(other.store).admit(found[0], "a").release()
     assert firsts_of(other) is None
     expect_same_reads(engine, other)
-
-
-# ---- engines --------------------------------------------------------------------------------
-
-DOCUMENT, SHORT = tuple(text(120, 33)), tuple(text(60, 34))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made, path = tiny("llama", **SIZES), tmp_path_factory.mktemp("model")
-    made.save_pretrained(path)
-    return path
-
-
-@dataclass
-class Read:
-    """A document as prompts have it: in vLLM's pages, and what is said behind it.
-
-    `kv` [layers, heads, tokens, 2, D] and `said` f64 [vocabulary], log-probabilities, of each.
-    """
-
-    kv: list[torch.Tensor]
-    said: list[torch.Tensor]
-
-
-def read_by(llm: Any, counts: Counts, document: tuple[int, ...]) -> Read:
-    """By prompts that have it behind different texts, of which the first one is none."""
-    store, found = counts.worker.store, Read([], [])
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=VOCABULARY)
-    kept = store.keep
-    for before in (0, 20, 37):
-        at = torch.arange(before, before + len(document))
-
-        def keep(admitted: Any, end: int, layers: Any, blocks: Any) -> None:
-            parts = [part for (part,) in layers.layers]
-            size, heads = parts[0].page_tokens, range(parts[0].kv_heads)
-            page, slot = blocks[0].long()[at // size], at % size  # noqa: B023
-            kv = [torch.stack([part.pages[page + h, :, slot] for h in heads]) for part in parts]
-            found.kv.append(torch.stack(kv))
-            kept(admitted, end, layers, blocks)
-
-        seed = before + len(document)
-        prompt = [*text(before, seed), *document, *text(15, 100 + seed)]
-        span = [before, before + len(document)]
-        params.extra_args = {"kvweave": {"segments": [span], "policy": "naive"}}
-        store.keep = keep
-        (out,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        store.keep = kept
-        said = out.outputs[0].logprobs[0]
-        found.said.append(torch.tensor([said[i].logprob for i in range(VOCABULARY)]).double())
-    return found
-
-
-@contextmanager
-def started(
-    model: Path, seed: int = 50, **options: Any
-) -> Iterator[tuple[Any, Counts, KnowledgeBase]]:
-    """An engine that has two other documents, by which bases are made."""
-    asked = {"max_logprobs": VOCABULARY, "enable_prefix_caching": False}
-    with segments(model, settings(**options), **asked) as (llm, counts):
-        base = KnowledgeBase(llm.collective_rpc)
-        for more in range(2):
-            base.insert(f"other {seed + more}", text(300, seed + more), "others")
-        yield llm, counts, base
-
-
-def run(model: Path, **options: Any) -> list[Read]:
-    """What an engine has of both documents."""
-    with started(model, **options) as (llm, counts, base):
-        for name, document in (("one", DOCUMENT), ("short", SHORT)):
-            base.insert(name, list(document))
-        found = [read_by(llm, counts, document) for document in (DOCUMENT, SHORT)]
-        assert counts.total.reused_tokens == 3 * (len(DOCUMENT) + len(SHORT))
-        if "segment_dtype" in options:
-            # Four documents; and two prompts each that begin with 20 and 37 tokens before them.
-            kept = {0: 0, 1: 8, 64: 4}[options.get("exact_first", 1)]
-            assert base.store()["firsts"] == kept
-            assert ("firsts" in counts.total.store_bytes) == (kept > 0)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
-def test_in_an_engine_they_are_to_the_bit_what_exact_segments_have(model: Path, kind: str) -> None:
-    """And others are as near as their format; of a document that is exact all answers are."""
-    exact = run(model)
-    for count in (None, 0, 64):
-        options = {} if count is None else {"exact_first": count}
-        found = run(model, segment_dtype=kind, **options)
-        first = 1 if count is None else count
-        for one, other in zip(exact, found, strict=True):
-            for wanted, got in zip(one.kv, other.kv, strict=True):
-                assert torch.equal(got[:, :, :first], wanted[:, :, :first])
-                apart = (got[:, :, first:] - wanted[:, :, first:]).abs().amax((0, 1, 3, 4))
-                assert (apart > 1e-3).all()
-            same = [torch.equal(a, b) for a, b in zip(one.said, other.said, strict=True)]
-            assert same == [first >= len(one.kv[0][0, 0])] * 3
-
-
-def test_a_restarted_engine_has_them(model: Path, tmp_path: Path) -> None:
-    """From its folder, beside another basis; a folder with another number of them is computed."""
-    kept = {"segment_dtype": "half-int4", "store": str(tmp_path), "store_reads": "always"}
-    with started(model, **kept) as (llm, counts, base):
-        assert base.insert("one", list(DOCUMENT))["kept"]
-        wanted = read_by(llm, counts, DOCUMENT)
-    for seed, options, brought in ((60, {}, 1), (70, {"exact_first": 3}, 0)):
-        with started(model, seed, **kept, **options) as (llm, counts, base):
-            found = read_by(llm, counts, DOCUMENT)
-            said = base.store()
-            assert said["brought_refused"] == 0
-            assert said["brought_documents"] == brought
-            if brought:
-                pairs = zip(found.kv, wanted.kv, strict=True)
-                assert all(torch.equal(one, other) for one, other in pairs)
