@@ -341,7 +341,7 @@ def test_shards_say_how_many_they_are_and_no_others_are_found(folder: Folder) ->
 def test_those_of_exact_documents_are_kept_as_they_come(folder: Folder) -> None:
     exact = SegmentStore(Engine().store.geometry, 1 << 22, 0.5, "m")
     _, written = folder.insert(exact)
-    ((block, slot), *_) = written.slots(np.arange(1, dtype=np.int32)).tolist()
+    block, slot, *_ = written.entries()[0].tolist()
     wanted = exact.pages[block : block + LAYERS * HEADS, :, slot : slot + 3].clone()
     engine = Engine("half-int4", exact_first=3)
     found = folder.read(engine.store)
