@@ -172,6 +172,48 @@ def test_rooms_are_of_beginnings_and_the_least_used_goes() -> None:
     assert (firsts.held, firsts.of_text(np.asarray(texts[2]), "b", 0)) == (1, None)
 
 
+def test_those_that_no_document_brought_give_way_first() -> None:
+    firsts = ExactFirsts(torch.zeros(1 + 2, 4, 2, 1, 16))
+
+    def put(token: int, *, passing: bool, namespace: str = "") -> None:
+        of = np.asarray([token], np.int32), namespace, 0, torch.full((4, 2, 1, 16), float(token))
+        if passing:
+            firsts.put_passing(*of)
+        else:
+            firsts.put(*of)
+
+    def held() -> set[int]:
+        every = [(t, firsts.of_text(np.asarray([t], np.int32), "", 0)) for t in range(1, 9)]
+        assert all((found == float(t)).all() for t, found in every if found is not None)
+        return {t for t, found in every if found is not None}
+
+    put(1, passing=False)
+    put(2, passing=True)
+    put(3, passing=True)
+    assert held() == {1, 3}
+    # A document has the room of a prompt that was used since, not that of another document.
+    put(4, passing=False)
+    assert held() == {1, 4}
+    put(5, passing=True)
+    assert held() == {1, 4}
+    put(6, passing=False)
+    assert held() == {4, 6}
+    # What a prompt had first a document may have too.
+    firsts.forget("")
+    put(7, passing=True)
+    put(7, passing=False)
+    put(8, passing=False)
+    put(5, passing=True)
+    assert held() == {7, 8}
+    firsts.forget_all_but({"a"})
+    assert held() == set()
+    put(1, passing=True, namespace="a")
+    firsts.forget_all_but({"a"})
+    assert firsts.held == 1
+    firsts.forget_all_but(set())
+    assert firsts.held == 0
+
+
 def test_a_namespace_that_is_forgotten_keeps_none(model: Any) -> None:
     runner, _ = runner_of(model, "half-int4", None, document_bytes=1 << 20)
     doc = random_tokens(200, 1).tolist()

@@ -268,6 +268,29 @@ def test_options() -> None:
             options_of({"kvweave": section})
 
 
+@pytest.mark.parametrize("given", [-1, 65, True, 1.0, "1"])
+def test_other_numbers_of_exact_first_tokens_are_refused(given: Any) -> None:
+    beside = {"segment_bytes": 4096, "segment_dtype": "half-int4"}
+    for count in (None, 0, 1, 64):
+        assert options_of({"kvweave": {**beside, "exact_first": count}}).exact_first == count
+    here = r"^additional_config: kvweave\.exact_first: expected 0 to 64 tokens, got "
+    with pytest.raises(InvalidArgument, match=here):
+        options_of({"kvweave": {**beside, "exact_first": given}})
+    for alone in ({"exact_first": 1}, {"exact_first": 0, "segment_bytes": 4096}):
+        with pytest.raises(InvalidArgument, match="exact_first: expected it beside segment_dtype"):
+            options_of({"kvweave": alone})
+
+
+def test_they_are_read_of_the_environment_and_change_no_graph() -> None:
+    beside = {"KVWEAVE_SEGMENT_BYTES": "4096", "KVWEAVE_SEGMENT_DTYPE": "planes-3"}
+    found = options_of({}, {**beside, "KVWEAVE_EXACT_FIRST": "2"})
+    assert found.exact_first == 2
+    assert found.digest() == options_of({}, beside).digest()
+    for wrong in ("x", "65"):
+        with pytest.raises(InvalidArgument, match="^KVWEAVE_EXACT_FIRST: expected 0 to 64 tokens"):
+            options_of({}, {**beside, "KVWEAVE_EXACT_FIRST": wrong})
+
+
 def test_another_map_in_the_same_file_is_another_digest(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     path.write_text("one")

@@ -163,11 +163,11 @@ def test_a_store_beside_segments_or_behind_offloading(model: Path) -> None:
     kept = {"store": str(store), "store_bytes": 2 << 30, "store_quota_bytes": 1 << 29}
     given = yaml.safe_load(text)["additional-config"]["kvweave"]
     assert given == {"segment_bytes": 1 << 30, **kept}
-    packed = ("--segment-dtype", "planes-2.5", "--store-reads", "always")
+    packed = ("--segment-dtype", "planes-2.5", "--exact-first", 0, "--store-reads", "always")
     code, text = ran(model, "--segments-gib", 1, *packed, *sizes)
     assert code == 0
     given = yaml.safe_load(text)["additional-config"]["kvweave"]
-    chosen = {"segment_dtype": "planes-2.5", "store_reads": "always"}
+    chosen = {"segment_dtype": "planes-2.5", "exact_first": 0, "store_reads": "always"}
     assert given == {"segment_bytes": 1 << 30, **kept, **chosen}
     code, text = ran(model, "--offload-gib", 4, *sizes)
     assert code == 0
@@ -206,6 +206,12 @@ def test_the_command_refuses_in_one_line(model: Path) -> None:
         (("--store", model), "expected it beside segment_bytes"),
         (("--segment-dtype", "int4"), "expected it beside segment_bytes"),
         (("--segments-gib", 1, "--segment-dtype", "int3"), "expected one of int4, int8, half-int4"),
+        (("--segments-gib", 1, "--exact-first", 1), "expected it beside segment_dtype"),
+        (
+            ("--segments-gib", 1, "--segment-dtype", "int4", "--exact-first", 65),
+            "exact_first: expected 0 to 64 tokens, got 65",
+        ),
+        (("--offload-gib", 1, "--store", model, "--exact-first", 1), "got it beside exact_first"),
         (("--segments-gib", 1, "--store-reads", "always"), "expected it beside store"),
         (("--segments-gib", 1, "--store-gib", 1), "expected it beside store"),
         (("--offload-gib", 1), "expected it beside store alone, got it beside none"),

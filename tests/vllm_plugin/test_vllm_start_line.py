@@ -106,7 +106,7 @@ SEGMENTS = {"segment_bytes": 1 << 20}
         (
             config(section={"virtual_pages": True}),
             {"KVWEAVE_SEGMENT": "1"},
-            ["KVWEAVE_SEGMENT: expected one of KVWEAVE_FROZEN_SHARE, "],
+            ["KVWEAVE_SEGMENT: expected one of KVWEAVE_EXACT_FIRST, "],
         ),
         (
             config(section={"heads": "a.json"}),

@@ -28,6 +28,10 @@ FrozenShare = Annotated[
 SegmentDtype = Annotated[
     str | None, typer.Option(help="Of the store: its pages are packed, as int4 or planes-3.")
 ]
+ExactFirst = Annotated[
+    int | None,
+    typer.Option(help="Of packed pages: first tokens of a document that stay exact, 0 to 64."),
+]
 StoreFolder = Annotated[
     Path | None, typer.Option(help="A folder that keeps documents, or what is offloaded.")
 ]
@@ -47,6 +51,7 @@ def vllm_config(
     segments_gib: SegmentsGib = None,
     frozen_share: FrozenShare = None,
     segment_dtype: SegmentDtype = None,
+    exact_first: ExactFirst = None,
     virtual_pages: Annotated[
         bool, typer.Option("--virtual-pages", help="vLLM 0.33: block numbers are virtual.")
     ] = False,
@@ -90,6 +95,7 @@ def vllm_config(
         "heads": None if heads is None else str(heads.resolve(strict=True)),
         "frozen_share": frozen_share,
         "segment_dtype": segment_dtype,
+        "exact_first": exact_first,
         "virtual_pages": virtual_pages or None,
         "store": None if store is None else str(store.resolve()),
         "store_shared": store_shared or None,

@@ -10,6 +10,7 @@ import torch
 
 from families import tiny
 from kvweave import ops
+from kvweave.adapters.vllm import options
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES
@@ -20,6 +21,7 @@ from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 from kvweave.policies import Full
+from kvweave.runner.kv import packing
 from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import SeenDecoding
 from page_meaning import of_format
@@ -71,7 +73,7 @@ def test_pages_are_what_their_basis_makes_of_them(
     kind: str, sizes: tuple[int, ...], device: str
 ) -> None:
     """Those of the first tokens in no basis, later ones in theirs; both in one prompt, moved."""
-    engine = Engine(kind, sizes=sizes, device=device)
+    engine = Engine(kind, sizes=sizes, device=device, exact_first=0)
     tokens = text(1000, 3)
     admitted, _, came = engine.prefill(tokens, 200)
     assert not came
@@ -100,13 +102,16 @@ def test_pages_are_what_their_basis_makes_of_them(
 
 @pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
 @SEVERAL
-def test_the_basis_is_of_the_first_tokens(kind: str, sizes: tuple[int, ...]) -> None:
-    """As numpy finds it; of a long text of the first pages alone."""
-    engine = Engine(kind, arena=1 << 24, sizes=sizes)
+@pytest.mark.parametrize("exact_first", [0, 1, 20])
+def test_the_basis_is_of_the_first_tokens(
+    kind: str, sizes: tuple[int, ...], exact_first: int
+) -> None:
+    """As numpy finds it, but for those that are exact; of a long text of the first pages alone."""
+    engine = Engine(kind, arena=1 << 24, sizes=sizes, exact_first=exact_first)
     count = (MOST_PAGES + 3) * PAGE
     engine.prefill(text(count, 3), count)
     basis = basis_of(engine, SHARED).double().numpy()
-    tokens = [engine.written[at] for at in range(MOST_PAGES * PAGE)]
+    tokens = [engine.written[at] for at in range(exact_first, MOST_PAGES * PAGE)]
     values = torch.stack(tokens, 3).double().numpy()
     for layer in range(LAYERS):
         for head in range(HEADS):
@@ -147,7 +152,8 @@ def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -
     """Of a model's own keys, values and queries, as transformers' attention has them."""
     tokens, own = text(8 * PAGE, 4), SeenDecoding(tiny("llama", **SIZES), meaning=None)
     own.prefill(tokens, len(tokens))
-    with segments(checkpoint("llama", **SIZES), settings(segment_dtype="planes-3")) as (llm, seen):
+    choice = settings(segment_dtype="planes-3", exact_first=0)
+    with segments(checkpoint("llama", **SIZES), choice) as (llm, seen):
         KnowledgeBase(llm.collective_rpc).insert("one", tokens)
         store = seen.worker.store
         got = store.bases.bases.data[SHARED].cpu()
@@ -178,9 +184,10 @@ def test_bits_are_shared_out_by_what_a_documents_queries_read(checkpoint: Any) -
 @pytest.mark.parametrize("kind", get_args(PackedKind))
 @pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize("arena", [1 << 20, 1 << 22, 1 << 24])
-def test_bytes_are_the_formula(kind: Any, others: bool, arena: int) -> None:
+@pytest.mark.parametrize("first", [None, 0, 3, 64])
+def test_bytes_are_the_formula(kind: Any, others: bool, arena: int, first: int | None) -> None:
     """What the store takes is within its bytes, bases and all; nearly all of them are used."""
-    store = Engine(kind, arena, others=others).store
+    store = Engine(kind, arena, others=others, exact_first=first).store
     taken = [store._unpacked, store.packed.data]
     if store.bases is not None:
         rows = {"half-int4": 1 + DIM, "quarter-bf16": 1 + DIM}.get(kind, 2 + 2 * DIM)
@@ -189,13 +196,22 @@ def test_bytes_are_the_formula(kind: Any, others: bool, arena: int) -> None:
         assert store.bases.nbytes == count * one
         taken += [store.bases.bases.data, store.bases.bases.of]
         taken.append(store.bases.of_pages(0, 0, 1).of)
+    tokens, slack = store.first_tokens, 0
+    assert tokens == (store.bases is not None if first is None else first)
+    if tokens:
+        assert store.firsts is not None
+        taken.append(store.firsts.data)
+        slack = tokens * LAYERS * HEADS * 2 * DIM * 4
+        count = store.room.blocks - 1
+        assert store.firsts.nbytes == (1 + max(min(count, 64), count // 4)) * slack
     assert sum(part.nbytes for part in taken) == store.room.nbytes <= arena
-    assert arena - store.room.nbytes < 2 * store.block_bytes + 8 * LAYERS * HEADS
+    assert arena - store.room.nbytes < 2 * (store.block_bytes + slack) + 8 * LAYERS * HEADS
     assert store.cache.stats()["total"] <= store.room.blocks
 
 
 def test_names_are_those_of_formats() -> None:
     assert set(get_args(PackedKind)) == set(get_args(Preset))
+    assert options.MOST_FIRST == packing.MOST_FIRST
 
 
 def geometry(head_dim: int) -> Geometry:

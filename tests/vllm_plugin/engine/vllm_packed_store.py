@@ -14,7 +14,8 @@ from kvweave import ops
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.adapters.vllm.segments.packed_store import PackedSegmentStore, page_tokens_of
 from kvweave.adapters.vllm.segments.store import Geometry
-from kvweave.policies import Naive
+from kvweave.cache import KvRequest
+from kvweave.policies import Full, Naive
 
 LAYERS, HEADS, DIM, SIZE = 2, 2, 32, 16
 PAGE = 64
@@ -48,19 +49,23 @@ class Engine:
         window: int | None = None,
         others: bool = True,
         seed: int = 0,
+        exact_first: int | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.device = torch.device(device)
-        geometry = Geometry(LAYERS, HEADS, DIM, torch.float32, self.device, INV_FREQ)
+        self.device, self.dtype = torch.device(device), dtype
+        geometry = Geometry(LAYERS, HEADS, DIM, dtype, self.device, INV_FREQ)
         self.sizes, self.heads, self.window = sizes, HEADS // len(sizes), window
         page = page_tokens_of(math.lcm(*sizes))
-        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", kind, page, others)
+        asked = kind, page, others, exact_first
+        self.store = PackedSegmentStore(geometry, arena, 0.5, "m", *asked)
         parts = [[self._part(layer, n) for n in range(len(sizes))] for layer in range(LAYERS)]
         self.layers = AttentionLayers(parts, [None] * LAYERS)
         self.written: dict[int, torch.Tensor] = {}
         self._draws = np.random.default_rng(seed)
 
     def _part(self, layer: int, number: int) -> HeadPart:
-        pages = torch.zeros(POOL * self.heads, 2, self.sizes[number], DIM, device=self.device)
+        shape = POOL * self.heads, 2, self.sizes[number], DIM
+        pages = torch.zeros(shape, dtype=self.dtype, device=self.device)
         attends: Any = Attends(number * self.heads, self.heads)
         return HeadPart(f"{layer}.{number}", attends, pages, self.heads, number, None)
 
@@ -89,7 +94,7 @@ class Engine:
             for head in range(self.heads):
                 values = self._draws.normal(size=(len(page), 2, DIM)).astype(np.float32)
                 drawn.append(torch.from_numpy(values))
-                part.pages[page + head, :, slot] = drawn[-1].to(self.device)
+                part.pages[page + head, :, slot] = drawn[-1].to(part.pages)
         every = torch.stack(drawn).unflatten(0, (LAYERS, HEADS))
         self.written |= dict(zip(np.asarray(positions).tolist(), every.unbind(2), strict=True))
 
@@ -114,10 +119,24 @@ class Engine:
             for head in range(self.heads):
                 part.pages[blocks[part.number][:gone].long() + head] = torch.nan
 
+    def encode(
+        self, tokens: list[int], namespace: str = "", seed: int = 2
+    ) -> tuple[KvRequest, torch.Tensor]:
+        """A document that is encoded alone, and its exact KV [layers, heads, tokens, 2, D]."""
+        admitted = self.store.admit(tokens, [], namespace, Full(), discover=False)
+        shape = LAYERS, HEADS, len(tokens), 2, DIM
+        exact = torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype("f4"))
+        with self.store.encoding(admitted) as room:
+            at = torch.from_numpy(room.request.slots(np.arange(len(tokens), dtype=np.int32))).long()
+            for page, values in enumerate(exact.flatten(0, 1).to(room.pages)):
+                room.pages[at[:, 0] + page, :, at[:, 1]] = values
+        return admitted.request, exact
+
     def prefill(self, tokens: list[int], chunk: int, **asked: Any) -> tuple[Any, ...]:
         """A prompt through the engine in chunks: admitted, its blocks, what was copied."""
         spans, of = asked.get("spans", []), asked.get("namespace", "")
-        admitted = self.store.admit(tokens, spans, of, Naive(), discover=False)
+        policy = asked.get("policy", Naive())
+        admitted = self.store.admit(tokens, spans, of, policy, discover=False)
         blocks, came = self.blocks(len(tokens)), {}
         for start in range(0, len(tokens), chunk):
             end = min(start + chunk, len(tokens))

@@ -18,6 +18,8 @@ from kvweave.errors import InvalidArgument
 SECTION = "kvweave"
 PackedKind = Literal["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "planes-2.5"]
 """What pages of a store of segments may be packed in."""
+MOST_FIRST = 64
+"""Tokens of a document that may stay exact beside its packed pages."""
 KINDS = f"one of {', '.join(get_args(PackedKind))}"
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -25,6 +27,7 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "segment_bytes": (int, "bytes"),
     "frozen_share": (float, "a share in 0..1"),
     "segment_dtype": (str, KINDS),
+    "exact_first": (int, f"0 to {MOST_FIRST} tokens"),
     "store": (str, "a path"),
     "store_bytes": (int, "bytes"),
     "store_quota_bytes": (int, "bytes"),
@@ -36,6 +39,7 @@ TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
 """The options; how the text of a variable is read, and what is expected."""
 BESIDE = {
     **dict.fromkeys(("store", "segment_dtype"), "segment_bytes"),
+    "exact_first": "segment_dtype",
     **dict.fromkeys(("store_bytes", "store_quota_bytes", "store_reads", "store_shared"), "store"),
     "host_bytes": "virtual_pages",
 }
@@ -49,9 +53,11 @@ class Options:
 
     `segment_bytes`: the store of segments on each worker's device, None: segments are not reused.
     `frozen_share` of it may be frozen by a knowledge base, and `segment_dtype`, a format's name, is
-    what its pages are packed in; None: they are exact. `virtual_pages`: vLLM's block numbers
-    are virtual pages (vLLM 0.33), and `host_bytes` of the host's memory have room for pages of
-    heads that choose few, for each worker; None: all pages stay on the device.
+    what its pages are packed in; None: they are exact. `exact_first`: so many first tokens of a
+    document stay exact beside packed pages; None: one where the format has a basis, else none.
+    `virtual_pages`: vLLM's block numbers are virtual pages (vLLM 0.33), and `host_bytes` of the
+    host's memory have room for pages of heads that choose few, for each worker; None: all pages
+    stay on the device.
 
     `store`: a folder that keeps the knowledge base's documents, or None; each worker may take
     `store_bytes` there, of which a namespace may have `store_quota_bytes`. None: no bound.
@@ -66,6 +72,7 @@ class Options:
     virtual_pages: bool = False
     host_bytes: int | None = None
     # No graph depends on these.
+    exact_first: int | None = field(default=None, repr=False)
     store: Path | None = field(default=None, repr=False)
     store_bytes: int | None = field(default=None, repr=False)
     store_quota_bytes: int | None = field(default=None, repr=False)
@@ -111,6 +118,9 @@ def options_of(additional: Any, environment: Mapping[str, str] = os.environ) -> 
     _require(where["store_reads"], reads in ("faster", "always"), "faster or always", reads)
     packed = given.get("segment_dtype")
     _require(where["segment_dtype"], packed in (None, *get_args(PackedKind)), KINDS, packed)
+    first = given.get("exact_first")
+    few = type(first) is int and 0 <= first <= MOST_FIRST
+    _require(where["exact_first"], first is None or few, TEXTS["exact_first"][1], first)
     for name in ("virtual_pages", "store_shared"):
         flag = given.get(name, False)
         _require(where[name], isinstance(flag, bool), "true or false", flag)

@@ -17,6 +17,7 @@ import torch
 from kvweave import ops
 from kvweave.cache import KvCache, KvRequest, ReusePlan
 from kvweave.plan import Rows
+from kvweave.runner.kv.exact_firsts import Begun
 from kvweave.runner.kv.gathered_tokens import GatheredTokens, PackedPlaces
 from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix, packs_of
@@ -144,16 +145,11 @@ class PackedDocuments(PackedPrefix):
         # Errors
         `PoolFull` without room for them; nothing has changed then.
         """
-        firsts, exact = self.pool.firsts, no_places(self._prompt)
+        firsts, regime = self.pool.firsts, self.request.regime
         if firsts is None:
             return
-        for start, end, namespace in self._begun:
-            text = self.request.tokens[start:end]
-            block = firsts.block_of(text, namespace, self.request.regime)
-            if block is not None:
-                rows = exact[start : min(start + firsts.tokens, end)]
-                rows[:, 0], rows[:, 1] = block, np.arange(len(rows))
-                rows[:, 2] = start if self._rotates else 0
+        prompt = self.request.tokens[: self._prompt]
+        exact = firsts.places(prompt, self._begun, regime, rotates=self._rotates)
         # What is computed, such as the sink, is aside already.
         new = np.flatnonzero((exact[:, 0] >= 0) & (self.aside[:, 0] < 0)).astype(np.int32)
         if len(new):
@@ -304,9 +300,7 @@ def spans_of(plan: ReusePlan) -> Spans:
     return tuple((max(span.start, SINK_TOKENS), span.end) for span in found)
 
 
-def _beginnings(
-    request: KvRequest, prompt: TokenizedPrompt, known: Places
-) -> tuple[tuple[int, int, str], ...]:
+def _beginnings(request: KvRequest, prompt: TokenizedPrompt, known: Places) -> tuple[Begun, ...]:
     """Where documents begin in a prompt that are read from their first token on: [start, end).
 
     With the namespace of each. `known`: where tokens lie, with how far they moved.

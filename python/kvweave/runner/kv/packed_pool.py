@@ -22,7 +22,7 @@ from kvweave.cache import HeadClassMap, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
-from kvweave.runner.kv.exact_firsts import ExactFirsts
+from kvweave.runner.kv.exact_firsts import ExactFirsts, firsts_counts
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
@@ -170,11 +170,7 @@ class PackedPool:
             most = len(bases.bases.data) - FIRST_OWN
             known |= {"basis_bytes": bases.basis_bytes, "own_bases": bases.held()}
             known["own_bases_most"] = most
-        known |= {"firsts": 0, "firsts_most": 0, "first_bytes": 0}
-        if (firsts := self.firsts) is not None:
-            known |= {"firsts": firsts.held, "first_bytes": firsts.room_bytes}
-            known["firsts_most"] = firsts.most
-        return known
+        return known | firsts_counts(self.firsts)
 
     @property
     def first_tokens(self) -> int:

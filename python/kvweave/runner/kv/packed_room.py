@@ -215,14 +215,6 @@ def make_packed_pool(
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None
-    firsts = _made_firsts(spec, sizes.firsts(tokens), first_tokens)
+    of_firsts = exact_shape, first_tokens, spec.dtype, spec.device
+    firsts = ExactFirsts.made(sizes.firsts(tokens), *of_firsts)
     return exact, PackedPool(*known, sizes.chunk(tokens), aside, final, firsts)
-
-
-@needs_memory("first tokens of documents")
-def _made_firsts(spec: ModelSpec, rooms: int, tokens: int) -> ExactFirsts | None:
-    """So many rooms for the exact first tokens of documents; None for no rooms."""
-    if not rooms:
-        return None
-    shape = rooms, len(spec.layers) * spec.kv_heads, 2, tokens, spec.head_dim
-    return ExactFirsts(torch.zeros(shape, dtype=spec.dtype, device=spec.device))

@@ -211,7 +211,8 @@ class PackedForm:
 
         # Errors
         As `DocumentForm.read`; `CorruptShard` as well for bases that are not finite or whose bits
-        have no room, or that blocks name and are not there.
+        have no room, or that blocks name and are not there, and for first tokens that are not
+        finite.
         """
         header = self._expect_header(shard)
         tokens = shard.tokens().astype(np.int32)
@@ -258,7 +259,11 @@ class PackedForm:
         if firsts is None or FIRSTS not in shard.parts:
             return {}
         of = firsts.data
-        return {FIRSTS: part_of(shard, FIRSTS, tuple(of.shape[1:]), of.dtype)}
+        part = part_of(shard, FIRSTS, tuple(of.shape[1:]), of.dtype)
+        # Other documents that begin alike read them too.
+        if not bool(part.isfinite().all()):
+            raise CorruptShard("shard part firsts: expected finite numbers, got others")
+        return {FIRSTS: part}
 
     def hold(self, request: KvRequest) -> None:
         """Nothing: blocks that a request holds are not given to others."""

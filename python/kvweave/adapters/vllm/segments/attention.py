@@ -73,7 +73,8 @@ def give_store(options: Options, config: VllmConfig) -> SegmentStore:
     else:
         size = packed_tokens([layer.get_kv_cache_spec(config) for layer in layers])
         kind, others = options.segment_dtype, options.store is not None
-        store = PackedSegmentStore(geometry, bytes_, share, named, kind, size, others)
+        packed = kind, size, others, options.exact_first
+        store = PackedSegmentStore(geometry, bytes_, share, named, *packed)
     for layer in layers:
         layer.store = store
     return store

@@ -1,9 +1,10 @@
 """How documents lie in the folder of a rank: exactly, or in packed pages where the store's are.
 
 A packed store writes its pages as they lie, with the bases that they are packed in where they have
-any, and takes them back bit for bit; exact documents that the folder has of the same text are
-packed as they come. An exact store knows exact ones alone. The format of packed pages and their
-tokens are part of what a shard is found by, so pages of another one are never read as these.
+any and the first tokens that are exact beside them, and takes them back bit for bit; exact
+documents that the folder has of the same text are packed as they come. An exact store knows exact
+ones alone. The format of packed pages, their tokens and how many first ones are exact are part of
+what a shard is found by, so pages of another one are never read as these.
 
 Whether there is room for a document's bases each rank knows for its own alone. So it is part of
 what ranks agree on before any of them takes the document, and what is free then stays free until
@@ -27,6 +28,7 @@ from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import KvweaveError
 from kvweave.payload import KvPayload
 from kvweave.payload.stored import provenance_here, read_payload, store_payload
+from kvweave.runner.kv.exact_firsts import ExactFirsts
 from kvweave.runner.kv.pool_bases import PoolBases
 from kvweave.runner.tiers.document_form import RowsFlops
 from kvweave.runner.tiers.packed_form import PackedDocument, PackedForm
@@ -40,15 +42,15 @@ Found: TypeAlias = tuple[Document, str]
 
 @dataclass(frozen=True)
 class StoreBlocks:
-    """The packed blocks of a `PackedSegmentStore`: no bounds, and no tokens beside them."""
+    """The packed blocks of a `PackedSegmentStore`: no bounds."""
 
     cache: KvCache
     pages: ops.PackedPages
     block_pages: int
     block_bytes: int
     bases: PoolBases | None
+    firsts: ExactFirsts | None
     bounds: None = None
-    firsts: None = None
 
     def bound(self, blocks: npt.NDArray[np.int32], tokens: int) -> None:
         """Nothing: nobody chooses among these."""
@@ -74,8 +76,8 @@ class DocumentShards:
         self._flops, self._refused = flops, refused
         self._packed: PackedForm | None = None
         if isinstance(segments, PackedSegmentStore):
-            sizes = segments.block_pages, segments.block_bytes
-            blocks = StoreBlocks(segments.cache, segments.packed, *sizes, segments.bases)
+            sizes, beside = (segments.block_pages, segments.block_bytes), segments.firsts
+            blocks = StoreBlocks(segments.cache, segments.packed, *sizes, segments.bases, beside)
             self._packed = PackedForm(blocks, heads, flops, fingerprint=model)
 
     def write(self, request: KvRequest, room: DocumentRoom) -> str:

@@ -78,7 +78,7 @@ class KnowledgeBaseWorker:
 
         def counts() -> dict[str, Any]:
             worker = _worker()
-            return {**worker.store.cache.stats(), **(worker.kept.counts() if worker.kept else {})}
+            return {**worker.store.counts(), **(worker.kept.counts() if worker.kept else {})}
 
         return _reply(counts)
 

@@ -1,21 +1,41 @@
-"""Pages that are about to be packed, on the host, as the store's first basis is made of them."""
+"""What a prompt has in vLLM's pages, gathered over layers and heads before it is packed."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
 from kvweave.plan import Rows
 
 MOST_PAGES = 16
 """Of a text, from its first on: 1024 tokens or more, for all of which an engine's step waits."""
 
 
+def first_tokens(layers: AttentionLayers, blocks: list[torch.Tensor], tokens: int) -> torch.Tensor:
+    """So many first tokens of a prompt [pages, 2, tokens, D], a page for each layer and KV head.
+
+    `blocks` i32 [N] of each class of heads: the first head's page, of each page of the prompt.
+    """
+    found = []
+    for part in (part for parts in layers.layers for part in sorted(parts, key=_first_head)):
+        at = torch.arange(tokens, device=part.pages.device)
+        heads = torch.arange(part.kv_heads, device=part.pages.device)
+        page = blocks[part.number].long()[at // part.page_tokens] + heads[:, None]
+        found.append(part.pages[page, :, at % part.page_tokens].transpose(1, 2))
+    return torch.cat(found)
+
+
+def _first_head(part: HeadPart) -> int:
+    return part.first_head
+
+
 def measured_pages(
     layers: AttentionLayers, packs: list[torch.Tensor], kv_heads: int, page_tokens: int
 ) -> tuple[torch.Tensor, Rows]:
     """Pages [pages, 2, P, D] of all layers and of `kv_heads` each, and packs i32 [N, 3] of them.
+
+    They lie on the host, where the store's first basis is made of them.
 
     `packs` of each class of heads: rows as `ops.pack_pages` takes them for a part of that class,
     which the engine has in smaller pages.

@@ -7,10 +7,14 @@ are reused are unpacked into a few exact pages, whose keys turn on the way into 
 
 Formats in a basis are packed in the one that the first tokens make, whoever's they are. Documents
 of an earlier store bring theirs: what is unpacked together is of one basis, and turned out of it.
+
+The first tokens of a document or a prompt, which such formats fit worst, lie beside its pages as
+they were computed. Whoever reuses it from there on has these copied instead, keys turned as others.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +26,11 @@ from kvweave import ops
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
-from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES, measured_pages
+from kvweave.adapters.vllm.segments.measured_pages import (
+    MOST_PAGES,
+    first_tokens,
+    measured_pages,
+)
 from kvweave.adapters.vllm.segments.packed_room import PackedRoom
 from kvweave.adapters.vllm.segments.store import (
     PAGE_TOKENS,
@@ -30,8 +38,10 @@ from kvweave.adapters.vllm.segments.store import (
     Copies,
     DocumentRoom,
     Geometry,
+    Piece,
     Rows,
     SegmentStore,
+    runs_of,
 )
 from kvweave.cache import KvCache, KvRequest, KvShape
 from kvweave.device_memory import arena_pages, needs_memory
@@ -39,7 +49,9 @@ from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.payload import KvPayload
 from kvweave.payload.transfer import admit_kv
 from kvweave.policies import Full
+from kvweave.runner.kv.exact_firsts import ExactFirsts, firsts_counts
 from kvweave.runner.kv.packed_pool import on_host
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import UNROTATED, PoolBases, basis_shape, some_queries
 
 LEAST_TOKENS, MOST_TOKENS = 64, 256
@@ -78,10 +90,13 @@ class PackedSegmentStore(SegmentStore):
     """As `SegmentStore`, its pages packed in the format `kind`.
 
     `page_tokens`: of a packed page, a multiple of those that any of vLLM's blocks has. `others`:
-    whether documents of other stores may come, with bases of theirs. `packed`: the pages, of which
-    a block has `block_pages`; `bases`: in which, of a format that has any.
+    whether documents of other stores may come, with bases of theirs. `exact_first`: of a document
+    so many first tokens stay exact, at most 64; None: as `Packing` has it of the format. `packed`:
+    the pages, of which a block has `block_pages`; `bases`: in which, of a format that has any;
+    `firsts`: the first tokens that are exact, of a store that has any.
 
-    Errors: as `format_of` and `PackedRoom.within`.
+    Errors: as `format_of`, `Packing` and `PackedRoom.within`; `OutOfMemory` where the device has no
+    room for all of it.
     """
 
     def __init__(
@@ -93,9 +108,11 @@ class PackedSegmentStore(SegmentStore):
         kind: PackedKind,
         page_tokens: int,
         others: bool = False,
+        exact_first: int | None = None,
     ) -> None:
         self.page_tokens, self.others = page_tokens, others
         self.format = format_of(kind, geometry.head_dim, page_tokens, geometry.dtype)
+        self.first_tokens = Packing(kind, exact_first=exact_first).first_tokens(self.format)
         super().__init__(geometry, arena_bytes, frozen_share, fingerprint)
 
     @property
@@ -107,11 +124,14 @@ class PackedSegmentStore(SegmentStore):
         geometry, of = self.geometry, self.format
         self.block_pages = geometry.layers * geometry.kv_heads
         # Exact pages that unpacked ones go through are part of what the user gives, as bases are.
-        self.room = room = PackedRoom.within(shape, of, arena_bytes, self.others)
+        first_bytes = self.first_tokens * shape.token_bytes
+        self.room = room = PackedRoom.within(shape, of, arena_bytes, self.others, first_bytes)
         sizes = (1 + room.at_once) * geometry.kv_heads, 2, self.page_tokens, geometry.head_dim
         self._unpacked = arena_pages(sizes, geometry.dtype, geometry.device)
 
-        @needs_memory("arena", f"{room.nbytes - self._unpacked.nbytes} bytes")
+        beside = self._unpacked.nbytes + room.firsts * first_bytes
+
+        @needs_memory("arena", f"{room.nbytes - beside} bytes")
         def made() -> ops.PackedPages:
             bases = None
             if room.bases:
@@ -123,6 +143,8 @@ class PackedSegmentStore(SegmentStore):
         self.bases: PoolBases | None = None
         if self.packed.bases is not None:
             self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
+        of_firsts = shape, self.first_tokens, geometry.dtype, geometry.device
+        self.firsts = ExactFirsts.made(room.firsts, *of_firsts)
         cache = KvCache(shape, blocks=room.blocks, memory=False, **settings)
         if self.bases is not None:
             # A document's basis has room for another one once nobody has its pages.
@@ -135,8 +157,26 @@ class PackedSegmentStore(SegmentStore):
         if self.bases is not None:
             self.bases.begin_anew()
 
+    def forget(self, *, documents: bool) -> None:
+        """As `SegmentStore.forget`; first tokens stay where a namespace still has documents."""
+        super().forget(documents=documents)
+        if self.firsts is not None:
+            self.firsts.forget_all_but({entry.namespace for entry in self.cache.frozen()})
+
+    def counts(self) -> dict[str, Any]:
+        """As `SegmentStore.counts`, and first tokens of documents as `PackedPool.stats`."""
+        return super().counts() | firsts_counts(self.firsts)
+
+    def bytes_by_state(self) -> Counter[str]:
+        """As `SegmentStore.bytes_by_state`, and bytes of `firsts`, where any are exact."""
+        found = super().bytes_by_state()
+        if self.firsts is not None:
+            found["firsts"] = self.firsts.held * self.firsts.room_bytes
+        return found
+
     def _parts(self) -> list[torch.Tensor]:
-        return [self._unpacked, self.packed.data]
+        firsts = [] if self.firsts is None else [self.firsts.data]
+        return [self._unpacked, self.packed.data, *firsts]
 
     def _take_copies(self, admitted: AdmittedPrompt) -> None:
         admitted.sources = np.asarray(admitted.request.take_copies(), np.int32).reshape(-1, 6)
@@ -161,14 +201,38 @@ class PackedSegmentStore(SegmentStore):
                 pieces.append((rows, self._sent(packs.astype(np.int32)), basis))
         return pieces
 
+    def copies(
+        self, admitted: AdmittedPrompt, positions: Rows, blocks: torch.Tensor, size: int
+    ) -> Copies:
+        """As `SegmentStore.copies`; first tokens of documents that are exact come from there."""
+        if self.firsts is None:
+            return super().copies(admitted, positions, blocks, size)
+        tokens, rotates = admitted.request.tokens[: admitted.tokens], admitted.policy.delta_rope
+        exact = self.firsts.places(tokens, admitted.begun, self.regime, rotates=rotates)
+        exact = exact[positions]
+        first = exact[:, 0] >= 0
+        packed = super().copies(admitted, positions[~first], blocks, size)
+        if not first.any():
+            return packed
+        runs = runs_of(positions[first], exact[first], size)
+        moved = packed.moved + int(np.count_nonzero(exact[first, 2]))
+        pieces = [*packed.pieces, Piece(self._rows_into(blocks, runs))]
+        return Copies(pieces, len(positions), moved)
+
     def copy(self, copies: Copies, layer: int, part: HeadPart) -> None:
         """Copies K and V of a part of a layer into its pages, unpacked and keys turned."""
         for piece in copies.pieces:
-            packed, packs = self._pages_of(layer, part, piece.basis), piece.packs
-            assert packs is not None
-            heads = part.kv_heads
-            ops.unpack_pages(packed, self._unpacked, packs, pages=heads, in_order=False)
-            self._copy(part, piece.rows, self._unpacked)
+            source = self._source(piece, layer, part)
+            self._copy(part, piece.rows, source)
+
+    def _source(self, piece: Piece, layer: int, part: HeadPart) -> torch.Tensor:
+        """The exact pages that a piece's rows read, unpacked where they are packed."""
+        if piece.packs is None:
+            assert self.firsts is not None
+            return self.firsts.pages[self._first_page(layer, part) :]
+        packed, heads = self._pages_of(layer, part, piece.basis), part.kv_heads
+        ops.unpack_pages(packed, self._unpacked, piece.packs, pages=heads, in_order=False)
+        return self._unpacked
 
     def keep(
         self,
@@ -189,12 +253,27 @@ class PackedSegmentStore(SegmentStore):
         ]
         if len(own):
             size = self.geometry.kv_heads, self.page_tokens
-            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size))
+            left_out = 0 if numbers[0] else self.first_tokens
+            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size), left_out)
             for layer, parts in enumerate(layers.layers):
                 for part in parts:
                     packed, packs = self._pages_of(layer, part, basis), of_class[part.number]
                     ops.pack_pages(part.pages, packed, packs, pages=part.kv_heads)
+            if not numbers[0]:
+                self._keep_first(admitted, layers, blocks)
         self._commit_whole(admitted, end)
+
+    def _keep_first(
+        self, admitted: AdmittedPrompt, layers: AttentionLayers, blocks: list[torch.Tensor]
+    ) -> None:
+        """Keeps the first tokens of a prompt, where it has computed them."""
+        count = min(self.first_tokens, admitted.tokens)
+        computed = np.array_equal(admitted.fresh[:count], np.arange(count))
+        known = admitted.request.tokens, admitted.request.namespace, self.regime
+        if self.firsts is None or not computed or admitted.computed_from:
+            return
+        if admitted.exact >= count and self.firsts.block_of(*known) is None:
+            self.firsts.put_passing(*known, first_tokens(layers, blocks, count))
 
     @contextmanager
     def encoding(self, admitted: AdmittedPrompt) -> Iterator[DocumentRoom]:
@@ -245,20 +324,26 @@ class PackedSegmentStore(SegmentStore):
             blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
             first, count = packs[:MOST_PAGES], self.block_pages
-            self._assigned(own, lambda: on_host(pages, first.cpu().numpy(), count))
+            left_out = self.first_tokens
+            self._assigned(own, lambda: on_host(pages, first.cpu().numpy(), count), left_out)
             ops.pack_pages(pages, self.packed, packs, pages=count)
+        if self.firsts is not None:
+            self.firsts.keep(admitted.request, exact, pages)
         self._commit_whole(admitted, admitted.tokens)
 
-    def _assigned(self, own: Rows, exact: Callable[[], tuple[torch.Tensor, Rows]]) -> int:
+    def _assigned(
+        self, own: Rows, exact: Callable[[], tuple[torch.Tensor, Rows]], left_out: int = 0
+    ) -> int:
         """The basis that own blocks are about to be packed in, which is said of them.
 
-        `exact`: pages of theirs on the host, and packs of these, which the shared one is made of.
+        `exact`: pages of theirs on the host, and packs of these, which the shared one is made of,
+        but for so many first tokens, which are read where they are exact.
         """
         bases = self.bases
         if bases is None:
             return UNROTATED
         if bases.wants_moments:
-            bases.add(*exact())
+            bases.add(*exact(), left_out)
         bases.assign(own, bases.shared)
         return bases.shared
 

@@ -58,8 +58,9 @@ class AdmittedPrompt:
 
     `prefix` leading tokens are exact in the store, `segments` are the spans whose KV comes from
     another context, `fresh` i32 [F] the tokens that the store has not. `keeps`: what is computed
-    of it is stored. `sources` i32 [C, 6], rows (block, slot, own block, own slot, count, delta):
-    what its own blocks are to have of others', and is read there until it is stored.
+    of it is stored; the engine had the tokens before `computed_from` already. `sources` i32 [C, 6],
+    rows (block, slot, own block, own slot, count, delta): what its own blocks are to have of
+    others', and is read there until it is stored.
     """
 
     def __init__(self, request: KvRequest, policy: Policy) -> None:
@@ -74,6 +75,7 @@ class AdmittedPrompt:
         self.exact = self.segments[0][0] if self.segments else self.tokens
         self.stored = 0
         self.keeps = True
+        self.computed_from = 0
 
     @cached_property
     def reused(self) -> npt.NDArray[np.bool_]:
@@ -81,6 +83,16 @@ class AdmittedPrompt:
         mask = np.ones(self.tokens, bool)
         mask[self.fresh] = False
         return mask
+
+    @property
+    def begun(self) -> list[tuple[int, int, str]]:
+        """Texts that are reused from what was their first token on: [start, end), namespace."""
+        known = [(s.start, s.end) for s in self.request.plan.spans if s.kind != "recompute"]
+        return [
+            (start, end, self.request.namespace)
+            for start, end in known
+            if self._held[start, 2] == start
+        ]
 
     @cached_property
     def places(self) -> Rows:
@@ -135,7 +147,7 @@ class Piece:
     """Tokens that are copied at once: rows i32 [C, 6] for `ops.copy_rerotate`.
 
     `packs` i32 [N, 3] for `ops.unpack_pages`: the packed blocks that these read, which are all in
-    one `basis` where pages have any; None where pages are exact.
+    one `basis` where pages have any; None where what they read is exact.
     """
 
     rows: torch.Tensor
@@ -261,10 +273,14 @@ class SegmentStore:
         places = admitted.places[positions]
         pieces = []
         for runs, packs, basis in self._pieces(runs_of(positions, places, size)):
-            rows = self._sent(runs)
-            rows[:, 2] = blocks.index_select(0, rows[:, 2])
-            pieces.append(Piece(rows, packs, basis))
+            pieces.append(Piece(self._rows_into(blocks, runs), packs, basis))
         return Copies(pieces, len(positions), int(np.count_nonzero(places[:, 2])))
+
+    def _rows_into(self, blocks: torch.Tensor, runs: Rows) -> torch.Tensor:
+        """Runs whose target blocks are pages of a prompt, as rows into these very pages."""
+        rows = self._sent(runs)
+        rows[:, 2] = blocks.index_select(0, rows[:, 2])
+        return rows
 
     def _pieces(self, runs: Rows) -> list[tuple[Rows, torch.Tensor | None, int]]:
         """Runs of tokens, as they are copied at once, with the `packs` and `basis` of each."""
@@ -406,6 +422,10 @@ class SegmentStore:
     def block_bytes(self) -> int:
         """Bytes of a block of the arena."""
         return self.cache.block_bytes
+
+    def counts(self) -> dict[str, Any]:
+        """Blocks by what holds them, evictions and look-ups so far: `KvCache.stats`."""
+        return self.cache.stats()
 
     def bytes_by_state(self) -> Counter[str]:
         """Bytes of the arena that are free, held, cached and, among the latter two, frozen."""

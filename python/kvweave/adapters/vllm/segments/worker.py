@@ -307,6 +307,7 @@ class SegmentWorker:
         # Of what vLLM had cached, windows keep the end alone: such a prompt is not stored.
         windows = any(part.impl.span.window is not None for part in self.attention[0])
         admitted.keeps = not (windows and (admitted.fresh < start).any())
+        admitted.computed_from = start
         self._admitted[name] = admitted
 
     def _with_documents(
