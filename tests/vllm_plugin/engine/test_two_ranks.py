@@ -1,4 +1,4 @@
-"""Parts of the plugin on two ranks, in processes of their own: vLLM's, and those that Ray starts."""
+"""Parts of the plugin on two ranks, which vLLM starts by itself, or by Ray on two nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import vllm
 import vllm_ray
 import vllm_two_ranks
 from kvweave.adapters.vllm import versions
-
 
 LIMIT_S = 900
 RAY = [

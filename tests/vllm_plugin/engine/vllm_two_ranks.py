@@ -1,11 +1,11 @@
 """Parts of the plugin on two ranks of tensor parallelism: a program that prints JSON lines.
 
-Its arguments are a part and, if not vLLM's own processes shall start the ranks, `ray`: each is then
-on a node of its own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
-and kvweave's Runner stands beside them. `packed`: segments in packed pages, also from a folder,
-`pages`: virtual pages, `far`: such pages in the host's memory, each beside an engine of one rank.
-`drafted`: on a GPU, drafts whose steps become a graph, likewise. Scheduler, workers and front are
-processes of their own.
+Its arguments are a part, and `ray` where Ray shall start the ranks: each is then on a node of its
+own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have
+their first whole heads in different layers, and kvweave's Runner stands beside them. `packed`:
+segments in packed pages, also from a folder, `pages`: virtual pages, `far`: such pages in the
+host's memory, each beside an engine of one rank. `drafted`: on a GPU, drafts whose steps become a
+graph, likewise. Scheduler, workers and front are processes of their own.
 """
 
 from __future__ import annotations
