@@ -74,7 +74,7 @@ def served(given: Any, model: Path) -> None:
     """A command asks for a part of the plugin, whose classes are there."""
     assert given.model_tag == str(model)
     connector = given.kv_transfer_config
-    if connector is not None:
+    if connector is not None and connector.kv_connector != "NixlConnector":
         assert connector.kv_connector_module_path.startswith("kvweave.adapters.vllm.")
     backend = given.attention_config.backend
     asked = (given.hf_overrides, connector, given.middleware, backend, given.attention_backend)

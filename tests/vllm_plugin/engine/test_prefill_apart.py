@@ -55,12 +55,12 @@ class Far:
 
 
 @contextmanager
-def apart(model: Path, prefills: str, decodes: str, **extra: Any) -> Iterator[tuple[Far, Far]]:
+def apart(model: Path, prefills: str, decodes: str) -> Iterator[tuple[Far, Far]]:
     """An engine that prefills and one that decodes, each with a backend by its name."""
     started = []
     for role, backend in (("kv_producer", prefills), ("kv_consumer", decodes)):
         connector = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
-        choice = {**CHOICES[backend], "kv_transfer_config": {**connector, **extra}}
+        choice = {**CHOICES[backend], "kv_transfer_config": connector}
         given = {"model": str(model), "choice": choice, "changes": {}}
         paths = os.pathsep.join(path for path in sys.path if path)
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

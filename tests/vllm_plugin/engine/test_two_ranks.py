@@ -18,7 +18,7 @@ import vllm_ray
 import vllm_two_ranks
 from kvweave.adapters.vllm import versions
 
-LIMIT_S = 900
+LIMIT_S = 1200
 RAY = [
     pytest.mark.long,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import vllm_cpu_ops
 
@@ -37,18 +38,21 @@ def platform() -> str:
 @contextmanager
 def nodes() -> Iterator[None]:
     """A cluster whose nodes have room for one worker each; vLLM finds it by RAY_ADDRESS."""
-    from ray.cluster_utils import Cluster
-
     room = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    cluster = Cluster()
-    try:
-        for _ in range(NODES):
-            cluster.add_node(include_dashboard=False, **room)
-        cluster.wait_for_nodes()
-        os.environ["RAY_ADDRESS"] = cluster.address
-        yield
-    finally:
-        cluster.shutdown()
+    # What Ray writes beside its nodes, by a short path: sockets are in it.
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as beside:
+        os.environ["RAY_TMPDIR"] = beside
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster()
+        try:
+            for _ in range(NODES):
+                cluster.add_node(include_dashboard=False, **room)
+            cluster.wait_for_nodes()
+            os.environ["RAY_ADDRESS"] = cluster.address
+            yield
+        finally:
+            cluster.shutdown()
 
 
 def node(_: object) -> str:
