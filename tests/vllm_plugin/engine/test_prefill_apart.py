@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ import pytest
 import vllm
 
 import vllm_apart
-from benchmarks.vllm.server import free_port
 from vllm_engines import OURS, STOCK, answers, engine, prompt
 
 pytestmark = [
@@ -58,13 +58,15 @@ class Far:
 def apart(model: Path, prefills: str, decodes: str) -> Iterator[tuple[Far, Far]]:
     """An engine that prefills and one that decodes, each with a backend by its name."""
     started = []
+    # Engines listen long after this; the system gives these ports to nobody meanwhile.
+    ports = iter(random.sample(range(20_000, 30_000), 2))
     for role, backend in (("kv_producer", prefills), ("kv_consumer", decodes)):
         connector = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu"}
         choice = {**CHOICES[backend], "kv_transfer_config": connector}
         given = {"model": str(model), "choice": choice, "changes": {}}
         paths = os.pathsep.join(path for path in sys.path if path)
         env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
+        env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(next(ports))
         command = [sys.executable, vllm_apart.__file__, json.dumps(given)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         started.append(subprocess.Popen(command, env=env, text=True, **pipes))

@@ -31,8 +31,10 @@ def installed(folder: Path) -> Path:
 
 def platform() -> str:
     """What vLLM calls in each of its processes: the name of a class."""
+    from vllm_ray_platform import CpusOfRay
+
     vllm_cpu_ops.define()
-    return "vllm_ray_platform.CpusOfRay"
+    return f"{CpusOfRay.__module__}.{CpusOfRay.__name__}"
 
 
 @contextmanager
