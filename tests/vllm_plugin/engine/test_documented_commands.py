@@ -76,8 +76,8 @@ def served(given: Any, model: Path) -> None:
     connector = given.kv_transfer_config
     if connector is not None and connector.kv_connector != "NixlConnector":
         assert connector.kv_connector_module_path.startswith("kvweave.adapters.vllm.")
-    backend = given.attention_config.backend
-    asked = (given.hf_overrides, connector, given.middleware, backend, given.attention_backend)
+    backends = (given.attention_backend, getattr(given.attention_config, "backend", None))
+    asked = (given.hf_overrides, connector, given.middleware, *backends)
     assert any(asked)
 
 
