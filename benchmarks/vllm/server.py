@@ -58,8 +58,9 @@ def running(
     limit_s: float,
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
+    ready: str = "/health",
 ) -> Iterator[str]:
-    """The address of a server that a command starts, once it answers there.
+    """The address of a server that a command starts, once it answers there, at the path `ready`.
 
     What it prints goes to `log`, or to stderr. It is told to end when this is left, and is ended
     where it does not. Raises RuntimeError where it does not answer in time.
@@ -69,7 +70,7 @@ def running(
         process = opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env))
         try:
             address = f"http://127.0.0.1:{port}"
-            if not _answers(process, address, limit_s):
+            if not _answers(process, address + ready, limit_s):
                 said = "" if log is None else f":\n{log.read_text(errors='replace')[-4000:]}"
                 ended = process.poll()
                 got = "none" if ended is None else f"its end with status {ended}"
@@ -98,7 +99,7 @@ def _answers(process: subprocess.Popen[bytes], address: str, limit_s: float) -> 
     end = time.monotonic() + limit_s
     while time.monotonic() < end and process.poll() is None:
         try:
-            with urlopen(f"{address}/health", timeout=5):
+            with urlopen(address, timeout=5):
                 return True
         except OSError:
             time.sleep(1)

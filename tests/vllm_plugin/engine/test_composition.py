@@ -13,7 +13,7 @@ import pytest
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig, VllmConfig
 
-from kvweave import InvalidArgument, Unsupported
+from kvweave import Unsupported
 from kvweave.adapters.vllm import plugin
 from kvweave.adapters.vllm.composition import (
     FOLDER,
@@ -137,8 +137,25 @@ def test_a_setting_beside_a_part(config_of: Any, part: str, setting: str) -> Non
     if setting not in NOT_BESIDE[part]:
         check(config)
         return
-    # What has no connector of its own says so first.
-    with pytest.raises((Unsupported, InvalidArgument), match=f"^{setting}: expected "):
+    with pytest.raises(Unsupported, match=f"^{setting}: expected "):
+        KvweaveLlamaForCausalLM(vllm_config=config)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_connectors_that_one_of_vllm_holds(config_of: Any, part: str) -> None:
+    """One that carries blocks beside ours is refused however vLLM is told of both."""
+    config = config_of(part)
+    own = config.kv_transfer_config
+    names = [*([own.kv_connector] if own else []), "NixlConnector"]
+    held = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": held},
+    )
+    first = SEGMENTS if part in (PACKED, FOLDER) else part
+    expected = f"^kv_transfer_config: expected none beside {first}, since .* got MultiConnector$"
+    with pytest.raises(Unsupported, match=expected):
         KvweaveLlamaForCausalLM(vllm_config=config)
 
 

@@ -1,41 +1,72 @@
-"""Parts of the plugin on two ranks, in processes of their own."""
+"""Parts of the plugin on two ranks, which vLLM starts by itself, or by Ray on two nodes."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import vllm
 
+import vllm_ray
 import vllm_two_ranks
 from kvweave.adapters.vllm import versions
 
+LIMIT_S = 1200
+RAY = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
+    pytest.mark.skipif(
+        os.environ["VLLM_TARGET_DEVICE"] != "cpu" or not vllm.__version__.startswith("0.33."),
+        reason="tried with vLLM 0.33 on CPUs",
+    ),
+]
+EXECUTORS = pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=RAY)])
 
-def two_ranks(part: str) -> list[dict[str, Any]]:
-    """What the program says of a part of the plugin."""
+
+def two_ranks(part: str, executor: str = "mp") -> list[dict[str, Any]]:
+    """What the program says of a part of the plugin, whose ranks an executor of vLLM starts."""
     script = Path(vllm_two_ranks.__file__)
-    paths = [str(script.parent), *sys.path]
-    found = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    done = subprocess.run(
-        [sys.executable, str(script), part],
-        env={**os.environ, **found, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=400,
-        check=True,
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with TemporaryDirectory() as made:
+        paths = [str(script.parent), *sys.path]
+        if executor == "ray":
+            paths.append(str(vllm_ray.installed(Path(made))))
+            # vLLM looks for platforms of packages where it is told of none.
+            del env["VLLM_TARGET_DEVICE"]
+        env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        done = subprocess.run(
+            [sys.executable, str(script), part, executor],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT_S,
+            check=True,
+        )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.parametrize("executor", [pytest.param("ray", marks=RAY)])
+def test_ranks_on_two_nodes_attend_as_those_of_one(executor: str) -> None:
+    """Wherever ranks are, they compute the same."""
+    (near,), (far, where) = two_ranks("attended"), two_ranks("attended", executor)
+    assert len(set(where["nodes"])) == 2
+    assert far["said"] == near["said"]
+    for a, b in zip(far["logprobs"], near["logprobs"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+@EXECUTORS
 @pytest.mark.long
-def test_packed_segments_on_two_ranks_are_those_of_one() -> None:
+def test_packed_segments_on_two_ranks_are_those_of_one(executor: str) -> None:
     """Each packs the heads that it has, and brings its part of a document with its basis."""
-    one, two, again = two_ranks("packed")
+    one, two, again = two_ranks("packed", executor)
     assert two["said"] == one["said"]
     # Sums of two ranks are others, by which one of two numbers as large is kept.
     assert two["first"] == pytest.approx(one["first"], abs=2e-2)
@@ -76,9 +107,10 @@ def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
         assert said["first"] == pytest.approx(one["first"], abs=2e-3)
 
 
-def test_two_ranks_are_the_runner() -> None:
+@EXECUTORS
+def test_two_ranks_are_the_runner(executor: str) -> None:
     """What is measured is summed over the ranks' heads, so that both choose the same rows."""
-    lines = two_ranks("mapped")
+    lines = two_ranks("mapped", executor)
     answers, (store, unknown, malformed, *kept) = lines[:4], lines[4:]
     for said in answers:
         assert said["got"] == said["wanted"]

@@ -1,10 +1,11 @@
 """Parts of the plugin on two ranks of tensor parallelism: a program that prints JSON lines.
 
-`mapped`: segments beside a head map; the ranks have their first whole heads in different layers,
-and kvweave's Runner stands beside them. `packed`: segments in packed pages, also from a folder,
-`pages`: virtual pages, `far`: such pages in the host's memory, each beside an engine of one rank.
-`drafted`: on a GPU, drafts whose steps become a graph, likewise. Scheduler, workers and front are
-processes of their own.
+Its arguments are a part, and `ray` where Ray shall start the ranks: each is then on a node of its
+own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have
+their first whole heads in different layers, and kvweave's Runner stands beside them. `packed`:
+segments in packed pages, also from a folder, `pages`: virtual pages, `far`: such pages in the
+host's memory, each beside an engine of one rank. `drafted`: on a GPU, drafts whose steps become a
+graph, likewise. Scheduler, workers and front are processes of their own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import vllm_cpu_ops
+import vllm_ray
 
 # This process, and what it starts.
 if __name__ in ("__main__", "__mp_main__") and os.environ.get("VLLM_TARGET_DEVICE") == "cpu":
@@ -65,10 +68,26 @@ def kept_documents(llm: Any, base: Any, store: Path) -> None:
             ask(llm, Marked([tuple(text(400, seed + number))]), 1, policy="full")
 
 
-RANKS: dict[str, Any] = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+Ranks = dict[str, Any]
+"""Options of an engine: who starts its ranks, and how many."""
 
 
-def packed(folder: Path) -> None:
+def attended(folder: Path, ranks: Ranks) -> None:
+    """Prompts in steps that prefill and decode; and the nodes that the ranks are on, under Ray."""
+    from families import tiny
+    from vllm_engines import OURS, answers, engine, prompt
+
+    # Callables go to workers, who are processes of their own.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    tiny("llama").save_pretrained(folder / "model")
+    with engine(folder / "model", OURS, **ranks) as llm:
+        found = answers(llm, [prompt(length, length) for length in (5, 40, 100, 33, 1, 250)], 12)
+        say(said=[one.tokens for one in found], logprobs=[one.logprobs for one in found])
+        if ranks["distributed_executor_backend"] == "ray":
+            say(nodes=llm.collective_rpc(vllm_ray.node))
+
+
+def packed(folder: Path, ranks: Ranks) -> None:
     """Documents of prompts and of a knowledge base, in pages of half-int4; that of the knowledge
     base once more from a folder, in the basis that it has there beside another one.
     """
@@ -80,10 +99,10 @@ def packed(folder: Path) -> None:
 
     tiny("llama", **SIZES).save_pretrained(folder / "model")
     kept = {"store": str(folder / "kept"), "store_reads": "always"}
-    runs = (({}, {}, 50), (RANKS, kept, 50), (RANKS, kept, 60))
-    for number, (ranks, stored, seed) in enumerate(runs):
+    runs = (({}, {}, 50), (ranks, kept, 50), (ranks, kept, 60))
+    for number, (started, stored, seed) in enumerate(runs):
         choice = settings(segment_dtype="half-int4", **stored)
-        with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
+        with engine(folder / "model", choice, max_num_batched_tokens=512, **started) as llm:
             base = KnowledgeBase(llm.collective_rpc)
             for more in range(2):
                 base.insert(f"first {more}", text(300, seed + more), "others")
@@ -96,7 +115,7 @@ def packed(folder: Path) -> None:
             say(said=tokens, first=first, hits=found["request_hits"], brought=brought)
 
 
-def pages(folder: Path) -> None:
+def pages(folder: Path, ranks: Ranks) -> None:
     """Prompts, twice, so that the second time finds prefixes, under a map whose classes ranks have
     unlike numbers of.
     """
@@ -112,15 +131,15 @@ def pages(folder: Path) -> None:
         [kinds[(3 * layer + head) % 4 % 3] for head in range(heads)] for layer in range(layers)
     ]
     under = virtual(heads=written(folder, classes))
-    for ranks in ({}, RANKS):
-        with engine(folder / "model", under, **ranks) as llm:
+    for started in ({}, ranks):
+        with engine(folder / "model", under, **started) as llm:
             for _ in range(2):
                 found = answers(llm, PROMPTS, 12)
                 first = [one.logprobs[0] for one in found]
                 say(said=[one.tokens for one in found], first=first)
 
 
-def far(folder: Path) -> None:
+def far(folder: Path, ranks: Ranks) -> None:
     """Pages of heads that choose leave for the host, under a map whose classes ranks have unlike
     numbers of, and as transformers' own decoding has it.
     """
@@ -138,7 +157,7 @@ def far(folder: Path) -> None:
     under = virtual(heads=written(folder, deal))
     under["additional_config"]["kvweave"]["host_bytes"] = 64 << 20
     under["enable_prefix_caching"] = False
-    with engine(folder / "model", under, **RANKS, num_gpu_blocks_override=110) as llm:
+    with engine(folder / "model", under, **ranks, num_gpu_blocks_override=110) as llm:
         found = answers(llm, LONG, 40)
         left, preempted = shown("spilled_bytes_total"), metric(llm, "num_preemptions")
         said, first = [one.tokens for one in found], [one.logprobs[0] for one in found]
@@ -147,7 +166,7 @@ def far(folder: Path) -> None:
     say(said=[one.tokens for one in plain], first=[one.logprobs[0] for one in plain])
 
 
-def mapped(folder: Path) -> None:
+def mapped(folder: Path, ranks: Ranks) -> None:
     """A document at two places, a knowledge base, markers that are malformed, and a folder."""
     from families import tiny
     from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
@@ -166,7 +185,7 @@ def mapped(folder: Path) -> None:
         "frozen_share": 0.2,
     }
     choice["additional_config"]["kvweave"] |= ours
-    with engine(folder / "model", choice, max_num_batched_tokens=512, **RANKS) as llm:
+    with engine(folder / "model", choice, max_num_batched_tokens=512, **ranks) as llm:
         for policy in ("sparsex", "foresight"):
             for given in (FIRST, SECOND):
                 wanted = beside.beside.ask(given, policy, namespace=policy)
@@ -191,7 +210,7 @@ def graphs_made(_: Any) -> int:
     return sum(one.graph is not None for one in made.values())
 
 
-def drafted(folder: Path) -> None:
+def drafted(folder: Path, ranks: Ranks) -> None:
     """A prompt whose document is known, four times: with a draft of eight tokens each."""
     from families import tiny
     from test_gpu import MEMORY, MODES
@@ -203,8 +222,8 @@ def drafted(folder: Path) -> None:
     tiny("llama", **SIZES).save_pretrained(folder / "model")
     options = {**MEMORY, **MODES["graphs"], "max_num_batched_tokens": 512}
     policy = {"name": "foresight", "share": 0.3, "draft": 8}
-    for ranks in ({}, RANKS):
-        with engine(folder / "model", settings(), **options, **ranks) as llm:
+    for started in ({}, ranks):
+        with engine(folder / "model", settings(), **options, **started) as llm:
             tokens, first = [], []
             for number in range(4):
                 ask(llm, FIRST, policy="full", namespace=str(number))
@@ -214,8 +233,23 @@ def drafted(folder: Path) -> None:
             say(said=tokens, first=first, graphs=llm.collective_rpc(graphs_made))
 
 
-if __name__ == "__main__":
+PARTS = {
+    "attended": attended,
+    "mapped": mapped,
+    "packed": packed,
+    "pages": pages,
+    "far": far,
+    "drafted": drafted,
+}
+
+
+def main(part: str, executor: str = "mp") -> None:
+    """Runs a part."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-    parts = {"mapped": mapped, "packed": packed, "pages": pages, "far": far, "drafted": drafted}
-    with TemporaryDirectory() as made:
-        parts[sys.argv[1]](Path(made))
+    ranks = {"distributed_executor_backend": executor, "tensor_parallel_size": 2}
+    with TemporaryDirectory() as made, vllm_ray.nodes() if executor == "ray" else nullcontext():
+        PARTS[part](Path(made), ranks)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

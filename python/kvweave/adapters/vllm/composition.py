@@ -83,7 +83,9 @@ _ADAPTERS = "adapters were not tried; where heads are put in order theirs would 
 _DRAFTS = "a verification has several rows a request, which are read as a prompt's"
 _LATENT = "pages of MLA (DeepSeek, Kimi) hold a latent vector a token, not keys and values of heads"
 _LOCAL = "with chunked local attention (Llama 4) a row sees its own chunk, whatever a head keeps"
-_OTHERS = "vLLM has one connector, and one that carries blocks knows nothing of these"
+_OTHERS = (
+    "one that carries blocks knows nothing of these, and ours is not looked for in a MultiConnector"
+)
 
 _PLACES = "a step's copies and measures know blocks of vLLM, not tables of places"
 

@@ -10,6 +10,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
+from kvweave.adapters.vllm.composition import OURS
 from kvweave.adapters.vllm.require import require
 from kvweave.adapters.vllm.segments.attention import give_store, guard_model
 from kvweave.adapters.vllm.segments.connector import KvweaveSegments
@@ -24,12 +25,14 @@ __all__ = ["check_connector", "forward_of_step", "give_store", "guard_model", "w
 def check_connector(config: VllmConfig) -> None:
     """Expects the connector by which scheduler and workers speak of segments.
 
-    Errors: `InvalidArgument` without it.
+    One of others is no error here: `check_together` refuses it, and says why.
+
+    Errors: `InvalidArgument` without any, and for another one of ours.
     """
     transfer = config.kv_transfer_config
     connector = None if transfer is None else transfer.kv_connector
     expected = f"kv_connector {CONNECTOR}"
-    there = connector == CONNECTOR
+    there = connector == CONNECTOR or (connector is not None and connector not in OURS)
     require("kv_transfer_config", there, expected, str(connector), InvalidArgument)
 
 
