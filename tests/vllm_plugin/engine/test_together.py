@@ -122,6 +122,7 @@ PROMPTS = [prompt(length, seed) for seed, length in enumerate([40, 200, 1, 250])
 WITHOUT = {"disable_hybrid_kv_cache_manager": True}
 
 
+@pytest.mark.long
 def test_one_manager_of_blocks_beside_heads_and_pages(checkpoint: Any, tmp_path: Path) -> None:
     """`disable_hybrid_kv_cache_manager` changes nothing where all layers keep all tokens."""
     model = checkpoint_of(checkpoint)
@@ -136,6 +137,7 @@ def test_one_manager_of_blocks_beside_heads_and_pages(checkpoint: Any, tmp_path:
         same(said[1], said[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, "int4"])
 def test_one_manager_of_blocks_beside_segments(
     checkpoint: Any, tmp_path: Path, dtype: str | None
