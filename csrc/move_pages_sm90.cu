@@ -7,8 +7,8 @@
 //
 // 1. A thread block is one warp with four stages of 2 KiB, which find room on a processor beside a
 //    block of attention. Three pieces are on their way to it while it passes one on. So it takes
-//    as many blocks as have the bytes in flight that the bus wants, some 200 KB to fetch; stores
-//    are taken at once, and half as many blocks fill it.
+//    as many blocks as have the bytes in flight that the bus wants, some 200 KB to fetch, and fewer
+//    for stores, which are taken at once: move_pages.rs says how many.
 // 2. Lanes look up where 32 pieces lie together, those of the next turn while these are carried;
 //    the first lane starts and awaits all copies.
 // 3. A stage is filled anew one piece after it was emptied, so that its last reader has ended.
