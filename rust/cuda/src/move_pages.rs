@@ -2,6 +2,7 @@
 
 use kvweave_core::ops::Way;
 
+use crate::attend_plan::is_hopper;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{Grid, reachable};
@@ -77,7 +78,7 @@ impl CudaBackend {
     /// pinned, `Unsupported` for pages that are no multiple of 16 bytes, `Driver` when the launch
     /// fails.
     pub unsafe fn move_pages(&self, call: &MovePagesLaunch) -> Result<(), CudaError> {
-        let is_ring = self.capability() == (9, 0);
+        let is_ring = is_hopper(&self.context.device);
         let mut params = params_of(call, if is_ring { RING_PIECE } else { PIECE })?;
         if call.most == 0 || call.slots.pages == 0 || call.home.pages == 0 {
             return Ok(());

@@ -3,6 +3,7 @@
 use kvweave_core::KvDtype;
 use kvweave_core::ops::Pairing;
 
+use crate::attend_plan::is_hopper;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
 use crate::ffi::{self, Grid};
@@ -133,7 +134,7 @@ impl CudaBackend {
         let fits = |bytes: usize| self.context.device.gives(bytes);
         let best = if !is_tiled(call) || !fits(shared_bytes(geometry.head_dim)) {
             Kind::Plain
-        } else if self.capability() == (9, 0) && fits(hopper_bytes(geometry.head_dim)) {
+        } else if is_hopper(&self.context.device) && fits(hopper_bytes(geometry.head_dim)) {
             Kind::Hopper
         } else {
             Kind::Tiled

@@ -126,7 +126,6 @@ def test_each_query_finds_data(tmp_path: Path) -> None:
                 found[target["expr"]] = {
                     " ".join(row["metric"].values()): float(row["value"][1]) for row in rows
                 }
-    (tmp_path / "found.json").write_text(json.dumps(found, indent=1))
     for query, values in found.items():
         assert values, query
         assert all(map(math.isfinite, values.values())), (query, values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import random
@@ -14,19 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import vllm
 
 import vllm_apart
-from vllm_engines import OURS, STOCK, answers, engine, prompt
+from vllm_engines import OURS, STOCK, answers, engine, long_with, prompt
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"),
-    pytest.mark.skipif(
-        os.environ["VLLM_TARGET_DEVICE"] != "cpu" or not vllm.__version__.startswith("0.33."),
-        reason="tried with vLLM 0.33 on CPUs",
-    ),
-]
+pytestmark = long_with("nixl", "NIXL")
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 CHOICES = {"ours": OURS, "stock": STOCK}
 COUNT = 12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -201,28 +203,35 @@ def expect_bounds(llm: Any, blocks: list[int]) -> int:
     return count
 
 
-def test_beside_heads_that_choose_pages(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def bounds_compared(llm: Any) -> Iterator[list[int]]:
+    """Has bounds compared behind each chunk that may copy some; of how many pages, by chunk."""
+    seen, bound = list[int](), Step._bound
+
+    def checked(step: Step, work: Any) -> None:
+        bound(step, work)
+        numbers = step.batch.classes[0].batch.blocks[work.request]
+        seen.append(expect_bounds(llm, numbers[: work.chunk.end // 16].tolist()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "_bound", checked)
+        yield seen
+
+
+def test_beside_heads_that_choose_pages(checkpoint: Any, tmp_path: Path) -> None:
     """Prompts read all and steps few pages, ranked by bounds of what was copied too.
 
     So a prompt's first token is that of a Runner whose heads are all full, under any policy. (A
     Runner under the map finds a document in two pieces where an answer went on in its last block,
     and policies compute the seam.)
     """
-    mapped, seen = Mapped(tmp_path, TOP_K), 0
+    mapped = Mapped(tmp_path, TOP_K)
     dense = Counterpart(tiny("llama", **CHANGES))
     model, options = checkpoint_of(checkpoint), {"enable_prefix_caching": True}
-    bound = Step._bound
-    with segments(model, mapped.settings(), **options) as (llm, counts):
-
-        def checked(step: Step, work: Any) -> None:
-            nonlocal seen
-            bound(step, work)
-            numbers = step.batch.classes[0].batch.blocks[work.request]
-            seen += expect_bounds(llm, numbers[: work.chunk.end // 16].tolist())
-
-        monkeypatch.setattr(Step, "_bound", checked)
+    with (
+        segments(model, mapped.settings(), **options) as (llm, counts),
+        bounds_compared(llm) as seen,
+    ):
         compare(llm, mapped.beside, "naive", "decoded")
         for case in RANKED:
             llm.reset_prefix_cache()
@@ -237,7 +246,7 @@ def test_beside_heads_that_choose_pages(
                     close(ask(llm, given, 1, **markers), wanted)
         assert counts.total.reused_tokens > len(RANKED) * 4 * len(DOCUMENT)
     # Each of four prompts has ten pages and more, in four layers of four heads.
-    assert seen > len(RANKED) * 4 * 10 * 16
+    assert sum(seen) > len(RANKED) * 4 * 10 * 16
 
 
 def test_chunks_beside_heads_that_choose_pages(checkpoint: Any, tmp_path: Path) -> None:

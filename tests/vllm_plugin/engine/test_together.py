@@ -10,7 +10,6 @@ import pytest
 import vllm
 
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
-from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.versions import WITH_VIRTUAL_PAGES, is_known
 from test_head_split import ours as with_map
 from test_segments_heads import (
@@ -19,8 +18,8 @@ from test_segments_heads import (
     TOP_K,
     UNEVEN,
     Mapped,
+    bounds_compared,
     checkpoint_of,
-    expect_bounds,
 )
 from test_segments_restart import refuse_encoding
 from test_top_k import written as written_map
@@ -85,28 +84,21 @@ def test_a_folder_under_a_map_behind_a_prefix(
         assert counts.total.reused_tokens == base.store()["brought_documents"] == 0
 
 
-def test_packed_segments_beside_heads_that_choose_pages(
-    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_segments_beside_heads_that_choose_pages(checkpoint: Any, tmp_path: Path) -> None:
     """Steps rank pages by bounds of what was unpacked; answers are near those of exact segments."""
     mapped, model, seen, said = Mapped(tmp_path, TOP_K), checkpoint_of(checkpoint), 0, {}
-    bound = Step._bound
     for dtype in (None, "int8", "planes-3"):
         choice = mapped.settings()
         if dtype is not None:
             choice["additional_config"]["kvweave"]["segment_dtype"] = dtype
-        with segments(model, choice, enable_prefix_caching=False) as (llm, counts):
-
-            def checked(step: Step, work: Any, llm: Any = llm) -> None:
-                nonlocal seen
-                bound(step, work)
-                numbers = step.batch.classes[0].batch.blocks[work.request]
-                seen += expect_bounds(llm, numbers[: work.chunk.end // 16].tolist())
-
-            monkeypatch.setattr(Step, "_bound", checked)
+        with (
+            segments(model, choice, enable_prefix_caching=False) as (llm, counts),
+            bounds_compared(llm) as compared,
+        ):
             KnowledgeBase(llm.collective_rpc).insert("long", list(LONG))
             said[dtype] = [ask(llm, one, 12, policy="naive") for one in (ALONE, BEHIND)]
             assert counts.total.hits["frozen"] == 2 * len(LONG)
+        seen += sum(compared)
     assert seen > 3 * 2 * 14 * 16
     apart = {
         dtype: max(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,16 +16,10 @@ import vllm
 import vllm_ray
 import vllm_two_ranks
 from kvweave.adapters.vllm import versions
+from vllm_engines import long_with
 
 LIMIT_S = 1200
-RAY = [
-    pytest.mark.long,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
-    pytest.mark.skipif(
-        os.environ["VLLM_TARGET_DEVICE"] != "cpu" or not vllm.__version__.startswith("0.33."),
-        reason="tried with vLLM 0.33 on CPUs",
-    ),
-]
+RAY = long_with("ray", "Ray")
 EXECUTORS = pytest.mark.parametrize("executor", ["mp", pytest.param("ray", marks=RAY)])
 
 

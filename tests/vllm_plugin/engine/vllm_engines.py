@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import vllm
 from vllm import LLM, ModelRegistry, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
@@ -19,6 +23,7 @@ from vllm.plugins import load_general_plugins
 
 import vllm_cpu_ops
 from families import VOCABULARY
+from kvweave.adapters.vllm.versions import is_known
 from kvweave.errors import KvweaveError
 
 OURS = {"attention_config": {"backend": "CUSTOM"}}
@@ -70,6 +75,17 @@ def engine(model: Path, choice: dict[str, Any], **changes: Any) -> Iterator[LLM]
         yield llm
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def long_with(package: str, name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a long test beside a package of others, tried with one vLLM on CPUs."""
+    absent = importlib.util.find_spec(package) is None
+    here = os.environ["VLLM_TARGET_DEVICE"] == "cpu" and is_known(vllm.__version__, ("0.33",))
+    return [
+        pytest.mark.long,
+        pytest.mark.skipif(absent, reason=f"{name} is not installed"),
+        pytest.mark.skipif(not here, reason="tried with vLLM 0.33 on CPUs"),
+    ]
 
 
 def clean() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import numpy as np
 import torch
 
-from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers, HeadPart
+from kvweave.adapters.vllm.segments.attention_layers import AttentionLayers
 from kvweave.plan import Rows
 
 MOST_PAGES = 16
@@ -18,16 +20,13 @@ def first_tokens(layers: AttentionLayers, blocks: list[torch.Tensor], tokens: in
     `blocks` i32 [N] of each class of heads: the first head's page, of each page of the prompt.
     """
     found = []
-    for part in (part for parts in layers.layers for part in sorted(parts, key=_first_head)):
+    by_head = attrgetter("first_head")
+    for part in (part for parts in layers.layers for part in sorted(parts, key=by_head)):
         at = torch.arange(tokens, device=part.pages.device)
         heads = torch.arange(part.kv_heads, device=part.pages.device)
         page = blocks[part.number].long()[at // part.page_tokens] + heads[:, None]
         found.append(part.pages[page, :, at % part.page_tokens].transpose(1, 2))
     return torch.cat(found)
-
-
-def _first_head(part: HeadPart) -> int:
-    return part.first_head
 
 
 def measured_pages(
