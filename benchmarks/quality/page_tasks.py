@@ -15,12 +15,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.quality.late_questions import LateQuestion, late_questions
+from benchmarks.quality.measured_file import write
 from benchmarks.quality.page_budgets import (
     RECENT,
     SINK,
@@ -29,6 +31,7 @@ from benchmarks.quality.page_budgets import (
     asked_for,
 )
 from benchmarks.quality.sampled import show
+from benchmarks.report import record
 from kvweave import models
 from kvweave.lab.bench.rows import Row
 from kvweave.lab.eval import bootstrap, task_of
@@ -37,6 +40,7 @@ from kvweave.lab.profile import Stability, measure_stability, text_tasks
 from kvweave.lab.profile.decode_effect import TEMPERATURE
 from kvweave.runner import Runner, Sampling
 
+CASE = "page_tasks"
 SEED = 3
 BUDGETS = (8, 16)
 ANSWER_TOKENS = 40
@@ -44,16 +48,17 @@ TASKS: dict[str, str | None] = {"needle": "kjv", "lookup": None, "chain": "kjv"}
 """By name the text that a task is asked on."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Drawn(Sampling):
     """Draws `steps` tokens and keeps the log-probabilities [V] of each, then says and answers.
 
     `stops`: tokens that end an answer, which are not drawn. `question`: what is said behind them.
+    Both are on the device, which then waits for no token of the host's.
     """
 
+    stops: torch.Tensor
+    question: torch.Tensor
     steps: int = 0
-    stops: tuple[int, ...] = ()
-    question: tuple[int, ...] = ()
     said: list[torch.Tensor] = field(default_factory=list)
     heard: list[torch.Tensor] = field(default_factory=list)
 
@@ -62,8 +67,7 @@ class _Drawn(Sampling):
         at = len(self.said)
         if at < self.steps:
             self.heard.append(logits.float().log_softmax(-1))
-            going_on = logits.float().clone()
-            going_on[list(self.stops)] = -torch.inf
+            going_on = logits.float().index_fill(0, self.stops, -torch.inf)
             token = super().pick(going_on, generator)
         else:
             token = _behind(self.question, at - self.steps, logits)
@@ -71,16 +75,16 @@ class _Drawn(Sampling):
         return token
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Following(Sampling):
     """Says what was drawn, and keeps what would be said instead; then the same question.
 
-    `found`: of each drawn token KL and whether the likeliest one is the whole model's, on the
-    device.
+    `found`: of each drawn token KL and whether the likeliest one is the whole model's. All of it is
+    on the device.
     """
 
-    drawn: tuple[int, ...] = ()
-    question: tuple[int, ...] = ()
+    drawn: torch.Tensor
+    question: torch.Tensor
     expected: Sequence[torch.Tensor] = ()
     found: list[torch.Tensor] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
@@ -93,17 +97,15 @@ class _Following(Sampling):
             kl = (wanted.exp() * (wanted - got)).sum()
             same = (wanted.argmax() == got.argmax()).to(kl.dtype)
             self.found.append(torch.stack((kl, same)))
-            return torch.tensor(self.drawn[at], device=logits.device)
+            return self.drawn[at]
         token = _behind(self.question, len(self.answered), logits)
         self.answered.append(at)
         return token
 
 
-def _behind(question: Sequence[int], at: int, logits: torch.Tensor) -> torch.Tensor:
+def _behind(question: torch.Tensor, at: int, logits: torch.Tensor) -> torch.Tensor:
     """Token `at` of a question, or of the answer behind it."""
-    if at < len(question):
-        return torch.tensor(question[at], device=logits.device)
-    return logits.argmax()
+    return question[at] if at < len(question) else logits.argmax()
 
 
 @dataclass(frozen=True)
@@ -145,9 +147,12 @@ class Bench:
         self, questions: Sequence[LateQuestion], ways: Sequence[Way]
     ) -> dict[Way | None, list[Answered]]:
         """Answers of a batch: of the whole model, which is None, and in each way."""
+        device = self.loaded[0].device
+        stops = torch.tensor(self.stops, dtype=torch.long, device=device)
+        asked = [torch.tensor(q.question, device=device) for q in questions]
         drawn = [
-            _Drawn(TEMPERATURE, seed=i, steps=self.steps + 1, stops=self.stops, question=q.question)
-            for i, q in enumerate(questions)
+            _Drawn(TEMPERATURE, seed=i, steps=self.steps + 1, stops=stops, question=question)
+            for i, question in enumerate(asked)
         ]
         said = self._answers(None, questions, drawn)
         found: dict[Way | None, list[Answered]] = {None: []}
@@ -157,11 +162,11 @@ class Bench:
             following = [
                 _Following(
                     TEMPERATURE,
-                    drawn=tuple(tokens[: self.steps + 1]),
-                    question=question.question,
+                    drawn=torch.tensor(tokens[: self.steps + 1], device=device),
+                    question=one.question,
                     expected=one.heard,
                 )
-                for question, tokens, one in zip(questions, said, drawn, strict=True)
+                for tokens, one in zip(said, drawn, strict=True)
             ]
             answers = self._answers(way, questions, following)
             found[way] = [
@@ -235,6 +240,14 @@ def words_of(way: Way | None) -> str:
     return ", ".join(parts if host == "no" else [*parts, f"host {host}"])
 
 
+def job_of(name: str, asked: argparse.Namespace) -> str:
+    """A task of a model in words, as rows have it."""
+    model = asked.model.rpartition("/")[2]
+    texts = [TASKS[name]] if TASKS[name] else []
+    numbers = [asked.dtype] if asked.dtype != "f32" else []
+    return ", ".join([model, *numbers, name, *texts, f"{asked.length} + {asked.steps}"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.quality.page_tasks", description=__doc__)
     parser.add_argument("model", help="a packaged model, or a local folder")
@@ -247,12 +260,14 @@ def main() -> int:
     parser.add_argument("--task", action="append", choices=[*TASKS], default=[])
     parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     add_ways(parser)
+    parser.add_argument("--json", type=Path, help="written behind each batch, for a lent machine")
     asked = parser.parse_args()
     dtype = torch.float32 if asked.dtype == "f32" else torch.bfloat16
     loaded = models.load(asked.model, dtype, device=asked.device)
     bench = Bench(loaded, stability_of(loaded, asked.length), asked.steps, stops_of(loaded[0]))
     ways = [way for pages in asked.pages or BUDGETS for way in asked_for(pages, asked)]
-    rows: list[Row] = []
+    run_of = record.here if asked.device == "cpu" else record.of_device
+    done: list[Row] = []
     for name in asked.task or TASKS:
         task = task_of(name, asked.length, TASKS[name])
         questions = late_questions(task, loaded[1], asked.samples, SEED)
@@ -262,14 +277,13 @@ def main() -> int:
             for way, answers in bench.measure(some, ways).items():
                 found.setdefault(way, []).extend(answers)
             print(f"{name}: {first + len(some)} of {len(questions)}", flush=True)
-        text = "" if TASKS[name] is None else f", {TASKS[name]}"
-        job = f"{asked.model.rpartition('/')[2]}, {name}{text}, {asked.length} + {asked.steps}"
-        made = list(rows_of(job, found))
-        # What is measured is shown, should a long run be broken off.
-        show("page_tasks", made, False)
-        rows += made
+            rows = [*done, *rows_of(job_of(name, asked), found)]
+            if asked.json is not None:
+                write(asked.json, run_of(CASE, rows))
+        show(CASE, rows[len(done) :], False)
+        done = rows
     if asked.record:
-        show("page_tasks", rows, True)
+        print(f"recorded in {record.keep(run_of(CASE, done))}")
     return 0
 
 
