@@ -202,7 +202,8 @@ def main(words: list[str] | None = None) -> int:
         beside = ", ".join(f"{name} {value}" for name, value in row.of.items())
         print(f"{row.name}: {row.value:.4g} {row.unit} (p95 {row.p95}); {beside}", flush=True)
     if chosen.json:
-        chosen.json.write_text(json.dumps(device.run_of(CASE, rows), indent=1) + "\n")
+        case = f"{CASE}_gpu" if device.has_gpu() else CASE
+        chosen.json.write_text(json.dumps(device.run_of(case, rows), indent=1) + "\n")
     return 0
 
 
