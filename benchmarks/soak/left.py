@@ -23,7 +23,7 @@ from kvweave.runner.tiers.tiers import Tiers
 LIVE = {"LiveRequest", "EngineRequest", "PrefillJob", "Prefill", "Expected", "Load", "Arrivals"}
 LIVE |= {"Brought", "Server", "AsyncRunner", "Engine", "Tenant", "HeldBack", "Pin"}
 LIVE |= {"Decoding", "RequestKv", "DocumentKv", "PartedJob", "PartedKv", "HostPages"}
-LIVE |= {"PackedPrefix", "PackedDocuments", "DraftedDocuments", "DocumentCopy"}
+LIVE |= {"PackedPrefix", "PackedDocuments", "DraftedDocuments", "TextCopy"}
 """Objects that end with a request, or a server."""
 FEWEST = 8
 """Looks at threads before halves are compared: in the first ones libraries still make theirs."""

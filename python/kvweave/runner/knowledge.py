@@ -28,7 +28,7 @@ from kvweave.runner.prompt import TokenizedPrompt, token_array
 from kvweave.runner.report import Report
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
-from kvweave.runner.tiers.final_packing import DocumentCopy
+from kvweave.runner.tiers.final_packing import TextCopy
 from kvweave.store import Provenance, Shard, Store
 
 _REFUSED = (CorruptShard, ForeignShard, StoreUnavailable, UnknownShard)
@@ -84,7 +84,7 @@ class Knowledge:
         return report
 
     @contextmanager
-    def _copy(self, text: TokenizedPrompt, namespace: str) -> Iterator[DocumentCopy | None]:
+    def _copy(self, text: TokenizedPrompt, namespace: str) -> Iterator[TextCopy | None]:
         """What keeps a document's exact pages where it may be packed once more."""
         final, rotary = self._prefiller.final_packing, self._prefiller.rotary
         if final is None:

@@ -104,7 +104,9 @@ class HealingReport:
 
 @dataclass
 class PackingReport:
-    """What packing a document has come to; told anew when it is packed finally.
+    """What packing a document or a segment has come to; told anew when it is packed finally.
+
+    Segments are of the text of requests.
 
     `basis`: "shared" with other text, or "own", of `basis_bytes`. `lost_first`: of keys and of
     values the share of Σ |x|² that was lost when pages were packed at once; `lost`: that in their
@@ -137,13 +139,15 @@ class PackedReport:
     `beside`: layer by layer, each while the layers behind it were computed. `behind`: all layers at
     once, when their rows were done. `why`: what went wrong at the latest layer that was to be
     packed beside others and was not; its pages were packed behind their rows then. `exact_first`:
-    so many tokens at the beginning of a document stay exact beside its pages.
+    so many tokens at the beginning of a document stay exact beside its pages. `segments`: those of
+    the request's text that are packed finally, or were to be, in order; some come while it decodes.
     """
 
     beside: int = 0
     behind: int = 0
     why: str = ""
     exact_first: int = 0
+    segments: list[PackingReport] = field(default_factory=list)
 
     def note(self, pages: int, beside: bool, why: str) -> None:
         """Takes note of some pages."""

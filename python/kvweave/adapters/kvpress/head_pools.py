@@ -24,8 +24,8 @@ from kvweave.cache import KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import Unsupported
 from kvweave.policies import policy_of
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, format_on
-from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.packed_pool import format_on
+from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import (
     OWN_SHARE,

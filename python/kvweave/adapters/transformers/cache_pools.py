@@ -19,7 +19,6 @@ from kvweave.policies import Policy, policy_of
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import (
     BOUND_BYTES,
-    PAGE_TOKENS,
     RECENT_TOKENS,
     SINK_TOKENS,
     check_pages,
@@ -27,7 +26,7 @@ from kvweave.runner.kv.packed_pool import (
     format_on,
 )
 from kvweave.runner.kv.packed_room import PoolSizes
-from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import FIRST_OWN, basis_bytes, basis_shape, check_basis
 

@@ -22,7 +22,8 @@ from kvweave.ops import Reach, RopeTable, Workspace
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import PackedPool
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send, send_index

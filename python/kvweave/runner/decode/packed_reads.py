@@ -23,8 +23,9 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
 from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
 from kvweave.runner.kv.packed_heads import PackedHeads
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, SINK_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.states import States, merged_states
 from kvweave.runner.kv.tables import Int32, send
 

@@ -1,7 +1,8 @@
 """`FinalDocuments`: whose the texts are that are packed finally, and which of them make room.
 
 One that is frozen under a name stays until that is deleted. One that a prompt had brought from a
-tier has no name: it is cached, and goes where another one needs its room and nobody reads it.
+tier has no name: it is cached, and goes where another one needs its room and nobody reads it. So is
+a segment of a request's text once prompts may find that; until then it goes with whoever reads it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ class FinalDocuments:
         self._final, self._readers, self._page_tokens = final, readers, page_tokens
         # Of documents by namespace and name what they begin with.
         self._named: dict[tuple[str, str], Beginning] = {}
-        # Texts that came from elsewhere and have no name.
+        # Texts that have no name and may be found.
         self._cached: set[FinalText] = set()
+        # Segments of requests whose text nobody else finds yet.
+        self._lent: set[FinalText] = set()
         # Requests that are no reader's, until they are released.
         self._held: list[KvRequest] = []
 
@@ -71,9 +74,40 @@ class FinalDocuments:
 
     def _leave_unnamed(self) -> None:
         for text in self._final.texts:
-            if text not in self._cached and not self.is_named(text.held):
+            kept = text in self._cached or text in self._lent
+            if not kept and not self.is_named(text.held):
                 self._final.leave(text)
         self.give_back()
+
+    # ---- segments of requests -------------------------------------------------------------
+
+    def why_gone(self, held: KvRequest, blocks: Int32, named: bool) -> str:
+        """Why a text need not be packed finally any more, or ''."""
+        if named:
+            return "" if self.is_named(held) else "deleted before it was packed finally"
+        wanted = self._final.is_found(held) or self._is_live(blocks)
+        return "" if wanted else "nobody reads it any more"
+
+    def lend(self, text: FinalText) -> None:
+        """Takes a segment of a request's text, which goes with its readers unless it is found."""
+        self._lent.add(text)
+        if self._final.is_found(text.held):
+            self._cache(text)
+
+    def remembered(self, request: KvRequest, tokens: int) -> None:
+        """Says that prompts find the first so many tokens of a request's text from now on."""
+        if not self._lent:
+            return
+        blocks = request.entries()[: tokens // self._page_tokens, 0]
+        for text in [text for text in self._lent if np.isin(text.blocks, blocks).all()]:
+            self._cache(text)
+
+    def _cache(self, text: FinalText) -> None:
+        """Keeps a segment whose text is found for whoever finds it."""
+        # It is by what it has committed itself that it can be taken back.
+        text.held.commit(text.held.length, text.held.length)
+        self._lent.discard(text)
+        self._cached.add(text)
 
     # ---- room -----------------------------------------------------------------------------
 
@@ -84,6 +118,9 @@ class FinalDocuments:
     def give_back(self) -> None:
         """Lets documents go that were deleted and that nobody reads any more."""
         self._held = [request for request in self._held if not request.released]
+        for text in [text for text in self._lent if not self._is_live(text.blocks)]:
+            self._lent.discard(text)
+            self._final.leave(text)
         self._final.give_back(self._is_read)
 
     def make_room(self, blocks: int, nbytes: int) -> bool:
@@ -94,14 +131,15 @@ class FinalDocuments:
         self.give_back()
         final = self._final
         idle = [text for text in final.texts if text in self._cached]
-        idle = [text for text in idle if not self._is_read(text.blocks)]
+        idle = [text for text in idle if not self._is_live(text.blocks)]
         freed = sum(text.nbytes for text in idle)
         most = final.kept_back + sum(len(text.blocks) for text in idle)
         if blocks >= most or final.nbytes - freed + nbytes > final.most_bytes:
             return False
-        for text in idle:
-            if final.has_room(blocks, nbytes):
-                break
+        while idle and not final.has_room(blocks, nbytes):
+            # Of the texts of one request the later ones go before those that they go on behind.
+            text = next((text for text in idle if not self._is_read(text)), idle[0])
+            idle.remove(text)
             self._leave(text)
             self.give_back()
         return final.has_room(blocks, nbytes)
@@ -164,10 +202,21 @@ class FinalDocuments:
         self._cached.discard(text)
         self._final.leave(text)
 
-    def _is_read(self, blocks: Int32) -> bool:
+    def _is_live(self, blocks: Int32) -> bool:
+        """Whether any request reads one of some blocks."""
         live = [reader.request for reader in list(self._readers)] + self._held
-        return any(
-            np.isin(blocks, request.entries()[:, 0]).any()
-            for request in live
-            if not request.released
-        )
+        return _any_holds(live, blocks)
+
+    def _is_read(self, text: FinalText) -> bool:
+        """The same of a text's blocks, and whether another text goes on behind it."""
+        others = [other.held for other in self._final.texts if other is not text]
+        return self._is_live(text.blocks) or _any_holds(others, text.blocks)
+
+
+def _any_holds(requests: Iterable[KvRequest], blocks: Int32) -> bool:
+    """Whether any of some requests that are not released has one of some blocks."""
+    return any(
+        np.isin(blocks, request.entries()[:, 0]).any()
+        for request in requests
+        if not request.released
+    )

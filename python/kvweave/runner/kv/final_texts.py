@@ -10,7 +10,7 @@ reads it any more its blocks are kept back in their place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -96,19 +96,17 @@ class FormatPages:
 class FinalText:
     """A text packed by a strategy of its own.
 
-    `held`: what holds its blocks in the books, and `blocks` their first pages there. `parts`: its
-    pages, format by format. `most_lost`: the most that a KV head of a layer loses of its keys or
-    values, and `over_bound` how many lose more than they should.
+    `held`: what holds its blocks in the books, and `blocks` their first pages there: those of all
+    of `held`, or the last, where other text comes before. `parts`: its pages, format by format.
+    `most_lost`: the most that a KV head of a layer loses of its keys or values, and `over_bound`
+    how many lose more than they should.
     """
 
     held: KvRequest
     parts: tuple[FormatPages, ...]
     most_lost: float
     over_bound: int
-    blocks: Int32 = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", self.held.entries()[:, 0])
+    blocks: Int32
 
     @property
     def nbytes(self) -> int:
@@ -279,7 +277,8 @@ class FinalTexts:
             request = self._cache.admit(tokens, namespace=namespace, reuse="none", regime=regime)
             if found:
                 request.commit(len(tokens), len(tokens))
-            text = FinalText(request.fork(), parts, *losses)
+            held = request.fork()
+            text = FinalText(held, parts, *losses, blocks=held.entries()[:, 0])
         except BaseException:
             if request is not None:
                 # It may be found already, and has nothing in it.
@@ -314,20 +313,30 @@ class FinalTexts:
             text.held.retract()
             self._left.add(text)
 
-    def give_back(self, is_read: Callable[[Int32], bool]) -> None:
+    def is_found(self, held: KvRequest) -> bool:
+        """Whether prompts find all of the text that a request has."""
+        known, regime = held.namespace, held.regime
+        return self._cache.match_prefix(held.tokens, known, regime=regime) >= held.length
+
+    def give_back(self, is_read: Callable[[FinalText], bool]) -> None:
         """Lets go of texts that left and nobody reads; their blocks are kept back again."""
-        if not self._left:
-            return
-        for which, text in list(self._texts.items()):
-            if text not in self._left or is_read(text.blocks):
-                continue
-            self._left.discard(text)
-            del self._texts[which]
-            at = text.blocks.astype(np.int64) // self._pages
-            self._text[at] = self._number[at] = NOWHERE
-            text.held.release()
-            self._keep_again(at)
-            self.version += 1
+        # One that goes may have held another that waits for it.
+        while gone := [
+            (which, text)
+            for which, text in self._texts.items()
+            if text in self._left and not is_read(text)
+        ]:
+            for which, text in gone:
+                self._let_go(which, text)
+
+    def _let_go(self, which: int, text: FinalText) -> None:
+        self._left.discard(text)
+        del self._texts[which]
+        at = text.blocks.astype(np.int64) // self._pages
+        self._text[at] = self._number[at] = NOWHERE
+        text.held.release()
+        self._keep_again(at)
+        self.version += 1
 
     def _keep_again(self, freed: Int64) -> None:
         """Keeps as many blocks back as were freed, which have no memory."""

@@ -26,7 +26,7 @@ from kvweave.runner.kv.exact_firsts import ExactFirsts, firsts_counts
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
-from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
     PoolBases,
@@ -34,9 +34,6 @@ from kvweave.runner.kv.pool_bases import (
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import ModelSpec
-
-PAGE_TOKENS = 64
-"""Tokens of a packed page: what channels of keys pay for their scales by."""
 
 SINK_TOKENS = PAGE_TOKENS
 """Tokens at the start of a text that are read exactly. Their packed page is never read; it is there

@@ -23,13 +23,8 @@ from kvweave.ops import Table
 from kvweave.plan import Rows
 from kvweave.runner.kv.layer_packing import LayerPacking
 from kvweave.runner.kv.layer_pages import blocks_of_layer, pages_of_layer
-from kvweave.runner.kv.packed_pool import (
-    PAGE_TOKENS,
-    RECENT_TOKENS,
-    SCRATCH_TOKENS,
-    SINK_TOKENS,
-    PackedPool,
-)
+from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SCRATCH_TOKENS, SINK_TOKENS, PackedPool
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import needs_steps, some_queries
 from kvweave.runner.kv.rows_in_place import attend_in_place, reads_in_place
 from kvweave.runner.kv.states import States, merged_states
@@ -50,6 +45,9 @@ class PageCopy(Protocol):
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Queries f32 [R, H, D] on the host, as `ops.Moments.add_queries` takes them."""
+
+    def drop(self) -> None:
+        """The request is released: what waits for more of its pages is forgotten."""
 
 
 class PackedPrefix:
@@ -301,6 +299,8 @@ class PackedPrefix:
         exact = self.tokens if self._exact is None else min(self._exact, self.tokens)
         if whole := exact // PAGE_TOKENS * PAGE_TOKENS:
             self.request.commit(whole, whole)
+            if self.pool.documents is not None:
+                self.pool.documents.remembered(self.request, whole)
 
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of packed blocks that this request alone pays for, and of those that it shares.
@@ -321,6 +321,9 @@ class PackedPrefix:
         if self._layers is not None:
             self._layers.join()
             self._layers = None
+        if self.copy is not None:
+            self.copy.drop()
+            self.copy = None
         self.request.release()
         self.pool.readers.discard(self)
 

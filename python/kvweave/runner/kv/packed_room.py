@@ -22,7 +22,6 @@ from kvweave.runner.kv.packed_pool import (
     CHUNK_TOKENS,
     EXACT_SHARE,
     MOST_CHUNK_TOKENS,
-    PAGE_TOKENS,
     RECENT_TOKENS,
     SINK_TOKENS,
     ExactPool,
@@ -31,7 +30,7 @@ from kvweave.runner.kv.packed_pool import (
     format_of,
     strategy_formats,
 )
-from kvweave.runner.kv.packing import Packing
+from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
     OWN_SHARE,

@@ -12,7 +12,10 @@ from kvweave.arguments import flag, real, shown, whole
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 
-MOST_FIRST = 64
+PAGE_TOKENS = 64
+"""Tokens of a packed page: what channels of keys pay for their scales by."""
+
+MOST_FIRST = PAGE_TOKENS
 """Tokens of a document that may stay exact, at most: those of its first page."""
 
 FORMATS: tuple[str, ...] = get_args(Preset)
@@ -89,6 +92,9 @@ class Packing:
     `beside`: whether each layer of a prompt is packed while the layers behind it are computed
     (section 5.2), which changes no byte; False packs what rows fill once all layers have them.
     `strategy`: by what each of them loses; None has all in the pool's format.
+    `segment_tokens`: text of requests is packed finally too, in segments of so many tokens, whole
+    pages of 64 (MosaicKV has 65 536): in bases of their own, or by the strategy. None has it stay
+    as it was packed at once.
     `exact_first`: so many tokens at the beginning of each document stay exact beside its pages, 64
     at most; by default one where documents are packed in bases, which their first token fits worst,
     and none else.
@@ -100,6 +106,7 @@ class Packing:
     beside: bool = True
     strategy: Strategy | None = None
     exact_first: int | None = None
+    segment_tokens: int | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.format
@@ -116,6 +123,22 @@ class Packing:
         if self.strategy is not None and not isinstance(self.strategy, Strategy):
             raise InvalidArgument(
                 f"strategy: expected a Strategy or None, got {shown(self.strategy)}"
+            )
+        if self.segment_tokens is not None:
+            self._check_segments(self.segment_tokens)
+
+    def _check_segments(self, tokens: int) -> None:
+        """Refuses segments that are no whole pages, or of which nothing could be packed finally."""
+        if whole("segment_tokens", tokens, PAGE_TOKENS) % PAGE_TOKENS:
+            raise InvalidArgument(
+                f"segment_tokens: expected a multiple of {PAGE_TOKENS}, got {tokens}"
+            )
+        of: Any = self.format
+        kind = of if isinstance(of, str) else of.kind
+        if self.strategy is None and kind in ("int4", "int8"):
+            raise InvalidArgument(
+                f"segment_tokens: expected None beside {self.named} without a strategy, which has "
+                f"no bases, got {tokens}"
             )
 
     @staticmethod
@@ -145,6 +168,11 @@ class Packing:
             raise Unsupported(
                 f"kv_dtype: expected a Packing without exact_first for {of}, got "
                 f"{self.exact_first}: only a Runner has documents, whose first tokens those are"
+            )
+        if self.segment_tokens is not None:
+            raise Unsupported(
+                f"kv_dtype: expected a Packing without segment_tokens for {of}, got "
+                f"{self.segment_tokens}: only a Runner packs text finally"
             )
 
     def first_tokens(self, of: ops.PackedFormat) -> int:

@@ -19,8 +19,9 @@ from kvweave.payload.packed import (
 )
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, scatter
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, RECENT_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import RECENT_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.sent_pages import choices_of, choosing_ranks, pages_of, ranks
 from kvweave.runner.kv.sent_texts import expect_formats, taken_texts

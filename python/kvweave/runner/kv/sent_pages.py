@@ -22,8 +22,9 @@ from kvweave.payload.packed import (
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, gather
 from kvweave.runner.kv.final_texts import FinalEntries
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, SINK_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import basis_shape
 from kvweave.runner.kv.sent_texts import sent_texts
 from kvweave.runner.kv.tables import Int32, send_index

@@ -18,7 +18,7 @@ from kvweave.runner.prefill.prefill_context import PrefillContext
 from kvweave.runner.prefill.prefill_job import PrefillJob
 from kvweave.runner.prefill.prefilled import Prefill
 from kvweave.runner.prompt import TokenizedPrompt
-from kvweave.runner.tiers.final_packing import DocumentCopy
+from kvweave.runner.tiers.final_packing import TextCopy
 from kvweave.runner.tiers.tiers import Tiers
 
 
@@ -51,7 +51,7 @@ class Prefiller(PrefillContext):
         logits_from: int | None = None,
         reserve_tokens: int = 0,
         keep: bool = False,
-        copy: DocumentCopy | None = None,
+        copy: TextCopy | None = None,
     ) -> Prefill:
         """Brings a prompt's KV into the pages.
 

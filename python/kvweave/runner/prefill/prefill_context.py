@@ -12,7 +12,7 @@ from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
 from kvweave.runner.kv.packed_documents import PackedDocuments
 from kvweave.runner.kv.packed_pool import SINK_TOKENS
-from kvweave.runner.kv.packed_prefix import PackedPrefix
+from kvweave.runner.kv.packed_prefix import PackedPrefix, PageCopy
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.model.memory import resident_bytes, working_bytes
 from kvweave.runner.one_thread import OneThread
@@ -27,6 +27,7 @@ from kvweave.runner.tiers.expected import Expected
 from kvweave.runner.tiers.final_packing import FinalPacking
 from kvweave.runner.tiers.host_documents import HostDocuments
 from kvweave.runner.tiers.loads import NEEDED
+from kvweave.runner.tiers.segment_copies import SegmentCopies
 from kvweave.runner.tiers.tiers import Tiers
 from kvweave.runner.tiers.zeroing import Zeroing
 
@@ -78,6 +79,14 @@ class PrefillContext:
             text = f"prompt and answer: expected up to {most} tokens, which the model is made for"
             poor = f"{text}, got {tokens}: what it says may be poor"
             warnings.warn(poor, stacklevel=caller_level())
+
+    def copy_of(self, packed: PackedPrefix) -> PageCopy | None:
+        """What is told of the pages that a request packs, where its text is packed finally."""
+        tokens = packed.pool.packing.segment_tokens
+        if self.final_packing is None or tokens is None:
+            return None
+        known = packed.request, packed.tokens, tokens, packed.report.segments
+        return SegmentCopies(self.final_packing, *known)
 
     def mode_for(self, policy: Policy) -> tuple[str, str]:
         """How reused KV is read under a policy, and why if not as the runner says."""

@@ -33,7 +33,7 @@ from kvweave.runner.report import Timings
 from kvweave.runner.tiers.arrivals import Arrivals, NotArrivedError
 from kvweave.runner.tiers.brought import Brought
 from kvweave.runner.tiers.expected import Expected
-from kvweave.runner.tiers.final_packing import DocumentCopy
+from kvweave.runner.tiers.final_packing import TextCopy
 
 
 class PrefillJob:
@@ -69,7 +69,7 @@ class PrefillJob:
         reserve_tokens: int = 0,
         keep: bool = False,
         expected: Expected | None = None,
-        copy: DocumentCopy | None = None,
+        copy: TextCopy | None = None,
         at_once: bool = False,
     ) -> None:
         self.tokens = len(prompt.tokens)
@@ -89,15 +89,16 @@ class PrefillJob:
         self._whole: tuple[torch.Tensor, Trace] | None = None
         self._begin(context.brought(prompt, policy, lookup, expected, at_once), copy)
 
-    def _begin(self, brought: Brought, copy: DocumentCopy | None = None) -> None:
+    def _begin(self, brought: Brought, copy: TextCopy | None = None) -> None:
         """Takes the prompt's blocks, and what is found of it."""
         context, prompt = self._context, self._prompt
         positions = context.rotary.table(self.tokens)
         with brought as self._brought:
             start = time.perf_counter()
             self._admit(prompt, positions.regime, self._reserve)
-        if self._packed is not None and copy is not None:
-            self._packed.copy = copy
+        if self._packed is not None:
+            segments = self._documents is None and copy is None
+            self._packed.copy = context.copy_of(self._packed) if segments else copy
         self._timings.lookup_s += time.perf_counter() - start
         try:
             with context.spec.current():

@@ -1,4 +1,4 @@
-"""Documents packed twice: at once in the basis that there is, and finally in one of their own.
+"""Text packed twice: at once in the basis that there is, and finally in one of its own.
 
 A text's basis is known when all of it is, and by then most of its exact pages are gone. So each
 page is packed at once, and copied to the host by a thread, for which a prefill only waits where its
@@ -6,7 +6,7 @@ next chunk is done first. A second thread sums up moments as copies come, choose
 layer, head and side, and packs the text anew; whoever computes puts those bytes in the place of the
 others between two calls (MosaicKV, sections 5.4 and 5.5, whose double buffer this is). Whatever
 fails, the first packing stays. With a strategy the thread chooses formats too, and the text lies
-beside the pool from then on.
+beside the pool from then on. Documents are such texts, and so are segments of what requests say.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
+from kvweave.errors import InvalidArgument
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.exact_firsts import add_without_first
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool, by_themselves
+from kvweave.runner.kv.packed_pool import PackedPool, by_themselves
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.pool_bases import needs_steps
+from kvweave.runner.kv.packing import PAGE_TOKENS
+from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes, needs_steps
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import PackingReport
@@ -32,12 +34,14 @@ from kvweave.runner.tiers.packed_losses import Part, most_lost, packed_part, rel
 from kvweave.runner.tiers.strategies import Strategies, has_own_basis, shared_basis
 from kvweave.runner.tiers.worker import Job, Worker
 
+NO_ROOM = "no room for its copy on the host"
+
 Queries = list[tuple[torch.Tensor, int, int]]
 """Queries on the host, as `Moments.add_queries` takes them."""
 
 
 class FinalPacking:
-    """Has the documents of a runner packed finally, behind whoever inserts them.
+    """Has texts of a runner packed finally, behind whoever inserts or computes them.
 
     Everything but the thread's own work is for whoever is `computing`.
     """
@@ -50,30 +54,54 @@ class FinalPacking:
         self.aside = Aside(pool.device)
         # What follows is read and written by whoever has the worker's `changed`.
         self._copied = 0
+        self._check_segments()
         self._ended = {"final": 0, "kept": 0, "failed": 0}
 
-    def begin(self, tokens: Rows, namespace: str, regime: int) -> DocumentCopy:
+    def _check_segments(self) -> None:
+        """Refuses segments that are too short for bases of their own."""
+        tokens, of = self.pool.packing.segment_tokens, self.pool.pages.format
+        if tokens is None or self.strategies is not None:
+            return
+        if not has_own_basis(self.pool, of, tokens // PAGE_TOKENS):
+            least = OWN_SHARE * basis_bytes(of, self.pool.block_pages) // self.pool.block_bytes
+            raise InvalidArgument(
+                f"segment_tokens: expected at least {PAGE_TOKENS * (least + 1)} beside kv_dtype="
+                f"{self.pool.packing.named} for this model, so that a basis takes an eighth of a "
+                f"segment's bytes at most, got {tokens}"
+            )
+
+    def begin(self, tokens: Rows, namespace: str, regime: int) -> TextCopy:
         """What keeps the exact pages of a document from now on, if it is to have its own basis."""
         count = len(tokens)
         blocks = -(-count // PAGE_TOKENS)
-        report = PackingReport(count, str(self.pool.packing.format))
-        size = blocks * PAGE_TOKENS * self.pool.token_bytes * self.pool.cache.shape.layers
+        report = self.report_of(count)
+        size = blocks * self.block_bytes
         if self.strategies is None and not has_own_basis(self.pool, self.pool.pages.format, blocks):
             report.why = "too short for a basis of its own"
         elif self._was_packed(tokens, namespace, regime):
             report.why = "packed before"
-        elif not self._reserve(size):
-            report.why = "no room for its copy on the host"
+        elif not self.reserve(size):
+            report.why = NO_ROOM
         else:
-            return DocumentCopy(self, report, size)
-        return DocumentCopy(self, report, 0)
+            return TextCopy(self, report, size)
+        return TextCopy(self, report, 0)
+
+    def report_of(self, tokens: int) -> PackingReport:
+        """What is said of a text of so many tokens at first."""
+        return PackingReport(tokens, str(self.pool.packing.format))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the exact pages of a block."""
+        return PAGE_TOKENS * self.pool.token_bytes * self.pool.cache.shape.layers
 
     def _was_packed(self, tokens: Rows, namespace: str, regime: int) -> bool:
         """Whether all whole pages of a text are there."""
         found = self.pool.cache.match_prefix(tokens, namespace, regime=regime)
         return found >= max(1, len(tokens) - PAGE_TOKENS)
 
-    def _reserve(self, size: int) -> bool:
+    def reserve(self, size: int) -> bool:
+        """Takes so many bytes more for copies, where they are within bounds."""
         with self.worker.changed:
             if self._copied + size > self.pool.packing.copy_bytes:
                 return False
@@ -87,7 +115,7 @@ class FinalPacking:
             self._ended[how] += 1
 
     def stats(self) -> dict[str, int]:
-        """How documents ended that were copied, and bytes of the copies that there are.
+        """How texts ended that were copied, and bytes of the copies that there are.
 
         With a strategy also `final_bytes` and `over_bound` of `PackedPool.stats`.
         """
@@ -99,7 +127,7 @@ class FinalPacking:
         return known
 
     def flush(self) -> None:
-        """Returns when every document that was inserted is packed finally, or stays as it is."""
+        """Returns when every text that was copied is packed finally, or stays as it is."""
         self.copier.wait()
         self.worker.wait()
 
@@ -109,10 +137,10 @@ class FinalPacking:
         self.worker.close(finish=False, most_s=most_s)
 
 
-class DocumentCopy:
-    """The exact pages of one document while it is prefilled, and what becomes of them.
+class TextCopy:
+    """The exact pages of one text while it is computed, and what becomes of them.
 
-    One of `size` 0 keeps nothing: its `report` says why.
+    `size`: bytes reserved for it; one of `size` 0 keeps nothing, and its `report` says why.
     """
 
     def __init__(self, of: FinalPacking, report: PackingReport, size: int) -> None:
@@ -126,8 +154,11 @@ class DocumentCopy:
         self.lost, self.whole = torch.zeros(2, pages, 2, dtype=torch.float64)
         self.failed: BaseException | None = None
         report.waiting = size > 0
-        # Once it is frozen: its blocks, and who is told when they stay as they are.
+        # Once all of it is there: who holds its blocks, these, whether it is a document, and who is
+        # told when they stay as they are.
         self._held: KvRequest | None = None
+        self._blocks: Int32 = np.zeros(0, np.int32)
+        self._named = False
         self._then: Callable[[KvRequest], None] = lambda _: None
 
     def add(self, exact: torch.Tensor, packs: Int32, left_out: int) -> None:
@@ -147,9 +178,22 @@ class DocumentCopy:
             self.of.worker.submit(_Measure(self, part, basis, queries))
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
-        """Takes note of queries of the document's own rows."""
+        """Takes note of queries of the text's own rows."""
         if self.size:
-            self.queries.append((q, first, kv_heads))
+            self.take_note(q, first, kv_heads)
+
+    def take_note(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
+        """The same of a text of which no page has come yet."""
+        self.queries.append((q, first, kv_heads))
+
+    def grow(self, size: int) -> bool:
+        """Makes room for more of it; where there is none the first packing stays."""
+        if self.of.reserve(size):
+            self.size += size
+            self.report.waiting = True
+            return True
+        self.end(NO_ROOM)
+        return False
 
     def finish(self, packed: PackedPrefix, name: str, then: Callable[[KvRequest], None]) -> None:
         """Has it packed finally, now that it is frozen under a name, and then told of to `then`.
@@ -161,12 +205,18 @@ class DocumentCopy:
         if not self.size:
             then(packed.request)
             return
-        self._held, self._then = packed.request.fork(), then
+        held = packed.request.fork()
+        self._named, self._then = True, then
+        self.finish_blocks(held, held.entries()[:, 0])
+
+    def finish_blocks(self, held: KvRequest, blocks: Int32) -> None:
+        """The same of the last blocks of a request, which is released then."""
+        self._held, self._blocks = held, blocks
         again = _Repack(self, shared_basis(self.of.pool))
         self.of.copier.submit(_Behind(self.of.worker, again))
 
     def drop(self) -> None:
-        """Forgets it where it has not been frozen."""
+        """Forgets it where not all of it is there."""
         if self.size and self._held is None:
             self._end("failed")
 
@@ -192,8 +242,7 @@ class DocumentCopy:
         if number is None:
             self.end("no room for one more basis")
             return
-        assert self._held is not None
-        blocks = self._held.entries()[:, 0]
+        blocks = self._blocks
         bases.write(number, made.basis)
         index = blocks[:, None].astype(np.int64) + np.arange(pool.block_pages)
         at = torch.from_numpy(index.reshape(-1)).to(pool.pages.data.device)
@@ -209,7 +258,8 @@ class DocumentCopy:
         strategies = self.of.strategies
         assert strategies is not None
         assert self._held is not None
-        why = strategies.place(self._held, made, most_lost(self.lost, self.whole))
+        lost = most_lost(self.lost, self.whole)
+        why = strategies.place(self._held, self._blocks, made, lost, named=self._named)
         if why:
             self.end(why)
             return
@@ -231,7 +281,7 @@ class Made:
     `chosen`: of each layer, KV head and side the basis that loses least, counted by name.
     """
 
-    def __init__(self, copy: DocumentCopy, shared: torch.Tensor) -> None:
+    def __init__(self, copy: TextCopy, shared: torch.Tensor) -> None:
         of = copy.of
         self._form, self._pages = of.pool.pages.format, of.pool.block_pages
         candidates = {
@@ -295,7 +345,7 @@ class _Fetch(Job):
     """Copies some pages to the host, behind all that the current stream was asked to do by now."""
 
     def __init__(
-        self, copy: DocumentCopy, part: Part, basis: torch.Tensor | None, queries: Queries
+        self, copy: TextCopy, part: Part, basis: torch.Tensor | None, queries: Queries
     ) -> None:
         self._copy, self._pages = copy, [part.cache]
         self._packs, self._left_out = part.packs, part.left_out
@@ -331,7 +381,7 @@ class _Measure(Job):
 
     def __init__(
         self,
-        copy: DocumentCopy,
+        copy: TextCopy,
         part: Part,
         basis: torch.Tensor | None,
         queries: Queries,
@@ -345,8 +395,9 @@ class _Measure(Job):
         for q, first, kv_heads in self._queries:
             copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
         lost = packed_part(pool.pages.format, pool.block_pages, self._basis, self._part)[1]
-        copy.lost += lost[0]
-        copy.whole += lost[1]
+        # Not in place: a segment begins within inference mode, which this thread is not in.
+        copy.lost = copy.lost + lost[0]
+        copy.whole = copy.whole + lost[1]
         copy.report.lost_first = relative(copy.lost, copy.whole)
 
     def end(self, error: BaseException | None) -> None:
@@ -359,7 +410,7 @@ class _Repack(Job):
     `shared`: the basis on the host that it may have with other text.
     """
 
-    def __init__(self, copy: DocumentCopy, shared: torch.Tensor | None) -> None:
+    def __init__(self, copy: TextCopy, shared: torch.Tensor | None) -> None:
         self._copy, self._shared = copy, shared
         self._made: Made | ChosenFormats | None = None
 

@@ -11,8 +11,10 @@ import torch
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
-from kvweave.runner.kv.packed_pool import PAGE_TOKENS, PackedPool
+from kvweave.runner.kv.packed_pool import PackedPool
+from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes
+from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.chosen_formats import ChosenFormats
 from kvweave.runner.tiers.packed_losses import Part
 
@@ -70,16 +72,19 @@ class Strategies:
         known = self._candidates, self._fallback, self._bound
         return ChosenFormats(parts, pages, tokens, bases, *known)
 
-    def place(self, held: KvRequest, made: ChosenFormats, most_lost: float) -> str:
+    def place(
+        self, held: KvRequest, blocks: Int32, made: ChosenFormats, most_lost: float, *, named: bool
+    ) -> str:
         """Puts a text in the place of its pages in the pool; why it stays there, or ''.
 
-        `most_lost`: the most that a KV head of a layer loses of it there.
+        `held` has its `blocks`, and no others behind them. `most_lost`: the most that a KV head of
+        a layer loses of it there. `named`: it is a document, else a segment of a request's text.
         """
-        pool, final, blocks = self._pool, self._final, held.entries()[:, 0]
+        pool, final = self._pool, self._final
         documents = pool.documents
         assert documents is not None
-        if not documents.is_named(held):
-            return "deleted before it was packed finally"
+        if why := documents.why_gone(held, blocks, named):
+            return why
         if {pool.pages.format} == {of for of, *_ in made.made}:
             return "no candidate loses as little as the bound"
         if most_lost <= self._bound and made.nbytes >= len(blocks) * pool.block_bytes:
@@ -96,5 +101,9 @@ class Strategies:
             )
             for of, ranks, data, basis in made.made
         ]
-        final.take(FinalText(held.fork(), tuple(parts), made.most_lost, made.over_bound))
+        losses = made.most_lost, made.over_bound
+        text = FinalText(held.fork(), tuple(parts), *losses, blocks)
+        final.take(text)
+        if not named:
+            documents.lend(text)
         return ""
