@@ -100,6 +100,16 @@ def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:
         assert said["first"] == pytest.approx(one["first"], abs=2e-3)
 
 
+def test_a_prompt_for_which_one_rank_has_no_room_is_computed_on_both() -> None:
+    """Ranks that planned one prompt in two ways would wait for each other for ever."""
+    computed, *found = two_ranks("short")
+    for missed, reused in (found[:2], found[2:]):
+        assert missed["said"] == computed["said"]
+        assert missed["first"] == pytest.approx(computed["first"], abs=1e-5)
+        # Of the next one, for which there is room, both take what they have.
+        assert abs(reused["first"] - computed["first"]) > 1e-3
+
+
 @EXECUTORS
 def test_two_ranks_are_the_runner(executor: str) -> None:
     """What is measured is summed over the ranks' heads, so that both choose the same rows."""

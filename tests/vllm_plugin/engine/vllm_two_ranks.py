@@ -4,8 +4,9 @@ Its arguments are a part, and `ray` where Ray shall start the ranks: each is the
 own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have
 their first whole heads in different layers, and kvweave's Runner stands beside them. `packed`:
 segments in packed pages, also from a folder, `pages`: virtual pages, `far`: such pages in the
-host's memory, each beside an engine of one rank. `drafted`: on a GPU, drafts whose steps become a
-graph, likewise. Scheduler, workers and front are processes of their own.
+host's memory, each beside an engine of one rank. `short`: one of the ranks lacks room for what is
+found. `drafted`: on a GPU, drafts whose steps become a graph, likewise. Scheduler, workers and
+front are processes of their own.
 """
 
 from __future__ import annotations
@@ -202,6 +203,46 @@ def mapped(folder: Path, ranks: Ranks) -> None:
         kept_documents(llm, base, folder / "kept")
 
 
+def without_room(_: Any, short: int) -> None:
+    """In a worker: on one rank the device has no room for the next prompt that is looked up."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from kvweave.errors import OutOfMemory
+
+    store = get_kv_transfer_group().worker.store
+    admit = store.admit
+
+    def once(*_asked: Any) -> Any:
+        store.admit = admit
+        raise OutOfMemory("look-up: expected room for tables, got none")
+
+    if get_tensor_model_parallel_rank() == short:
+        store.admit = once
+
+
+def short(folder: Path, ranks: Ranks) -> None:
+    """A prompt whose document is known, for which one rank has no room; then once more."""
+    from families import tiny
+    from vllm_engines import engine
+    from vllm_segments import FIRST, SECOND, SIZES, ask, settings
+
+    # Callables go to workers, who are processes of their own.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    tiny("llama", **SIZES).save_pretrained(folder / "model")
+    options = {"max_num_batched_tokens": 512, "enable_prefix_caching": False, **ranks}
+    with engine(folder / "model", settings(), **options) as llm:
+        alone = ask(llm, SECOND, policy="full", namespace="alone")
+        say(said=alone.tokens, first=alone.logprobs[0])
+        for number in range(2):
+            ask(llm, FIRST, policy="full", namespace=str(number))
+            for fails in (True, False):
+                if fails:
+                    llm.collective_rpc(without_room, args=(number,))
+                got = ask(llm, SECOND, policy="sparsex", namespace=str(number))
+                say(said=got.tokens, first=got.logprobs[0])
+
+
 def graphs_made(_: Any) -> int:
     """In a worker: how many graphs of drafts it has."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -239,6 +280,7 @@ PARTS = {
     "packed": packed,
     "pages": pages,
     "far": far,
+    "short": short,
     "drafted": drafted,
 }
 
