@@ -10,7 +10,8 @@ every way of the others. These are the rows of FlexiCache's Table 3, in other wo
 which heads are unstable in one text and in another. `benchmarks.quality.page_tasks` says what the
 same ways do to answers of tasks.
 
-With `--share` other shares of all heads are called unstable, and with `--bounds fp8` pages are
+With `--share` other shares of all heads are called unstable, with `--every` stable ones are ranked
+every so many steps by either score, and with `--bounds fp8` pages are
 ranked by bounds in e4m3. With `--host` each budget is measured over host memory instead: what
 keeping pages there as fp8 costs beside exact copies, and what rankings cost that take effect late.
 
@@ -143,6 +144,13 @@ def in_bounds(pages: int, kinds: Sequence[str]) -> list[Way]:
     return [Way(pages, score=score, bounds=some) for score in SCORES for some in ("", *kinds)]
 
 
+def by_period(pages: int, periods: Sequence[int]) -> list[Way]:
+    """The plain way of one budget, and such with other periods, each by each score."""
+    ways = [Way(pages, score=score) for score in SCORES]
+    ways += [Way(pages, every=every, score=score) for every in periods for score in SCORES]
+    return list(dict.fromkeys(ways))
+
+
 def ways_of(pages: int, every_one: bool = False) -> list[Way]:
     """The ways of one budget: one thing otherwise at a time, or `every_one` there is."""
     if every_one:
@@ -166,6 +174,8 @@ def add_ways(parser: argparse.ArgumentParser) -> None:
     over = "over host memory, exact and such as this"
     shares = "of heads that are called unstable, instead of other ways"
     parser.add_argument("--share", action="append", type=float, default=[], help=shares)
+    steps = "between two rankings, by each score, instead of other ways"
+    parser.add_argument("--every", action="append", type=int, default=[], help=steps)
     kinds = "what bounds are kept in, instead of other ways"
     parser.add_argument("--bounds", action="append", choices=["fp8"], default=[], help=kinds)
     parser.add_argument("--host", action="append", choices=[*HOSTS], default=[], help=over)
@@ -177,6 +187,8 @@ def asked_for(pages: int, asked: argparse.Namespace) -> list[Way]:
         return over_host(pages, list(dict.fromkeys(("exact", *asked.host))))
     if asked.share:
         return by_share(pages, asked.share)
+    if asked.every:
+        return by_period(pages, asked.every)
     return in_bounds(pages, asked.bounds) if asked.bounds else ways_of(pages, asked.all)
 
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.quality import page_budgets
 from benchmarks.quality.page_budgets import (
     Way,
+    by_period,
     by_share,
     in_bounds,
     more_than,
@@ -93,6 +94,9 @@ def test_the_share_of_unstable_heads_is_swept() -> None:
 
 
 def test_bounds_in_fp8_stand_beside_those_that_keys_are() -> None:
+    ways = by_period(8, [16, 4, 1, 4])
+    asked = [(way.every, way.score) for way in ways]
+    assert asked == [(every, score) for every in (16, 4, 1) for score in ("min-max", "mean")]
     ways = in_bounds(8, ["fp8"])
     assert [(way.score, way.bounds) for way in ways] == [
         ("min-max", ""),
