@@ -93,10 +93,12 @@ def test_the_share_of_unstable_heads_is_swept() -> None:
     assert [c["rerank_every"] for c in classes_of(ranked)] == [1, 1, 16, 16]
 
 
-def test_bounds_in_fp8_stand_beside_those_that_keys_are() -> None:
-    ways = by_period(8, [16, 4, 1, 4])
-    asked = [(way.every, way.score) for way in ways]
+def test_periods_are_measured_by_each_score() -> None:
+    asked = [(way.every, way.score) for way in by_period(8, [16, 4, 1, 4])]
     assert asked == [(every, score) for every in (16, 4, 1) for score in ("min-max", "mean")]
+
+
+def test_bounds_in_fp8_stand_beside_those_that_keys_are() -> None:
     ways = in_bounds(8, ["fp8"])
     assert [(way.score, way.bounds) for way in ways] == [
         ("min-max", ""),
