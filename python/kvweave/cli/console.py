@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TextIO
 
 import typer
 from rich.console import Console
@@ -71,7 +71,15 @@ def write_json(path: Path, data: Any) -> None:
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _warn(message: Warning | str, *_where: object) -> None:
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Shows a warning as `warnings.showwarning` would, but for where it came from."""
     err().print(
         f"[bold yellow]warning:[/] {_escaped(str(message))}", highlight=False, soft_wrap=True
     )
