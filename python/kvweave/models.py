@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from kvweave.arguments import shown
 from kvweave.errors import DeviceUnavailable, InvalidArgument, KvweaveError
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ def load_qwen_coder(
 
 
 def load(
-    name: str,
+    name: str | PathLike[str],
     dtype: torch.dtype | None = None,
     *,
     device: str = "cpu",
@@ -124,18 +126,22 @@ def load(
     of a hub before is used without a network.
 
     Raises ModelUnavailable for any other name, a folder without `config.json`, or what the hub
-    does not give, DeviceUnavailable for a GPU that torch does not see, OutOfMemory for one without
-    room.
+    does not give, InvalidArgument for what is no name or no dtype, DeviceUnavailable for a GPU that
+    torch does not see, OutOfMemory for one without room.
     """
+    name = _name(name)
     if name in PACKAGED:
         return _load_packaged(PACKAGED[name], dtype, device, cache_dir)
-    return _load_named(name, dtype, device)
+    return _load_named(name, _dtype(dtype), device)
 
 
-def load_tokenizer(name: str, *, cache_dir: Path | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str | PathLike[str], *, cache_dir: Path | None = None
+) -> PreTrainedTokenizerBase:
     """The tokenizer alone, for work that needs no weights. Raises as `load` does."""
     from transformers import AutoTokenizer
 
+    name = _name(name)
     if name not in PACKAGED:
         where = _where(name)
         return _had(where, partial(AutoTokenizer.from_pretrained, where.name, **where.how))
@@ -201,7 +207,7 @@ def _load_packaged(
     from transformers import AutoModelForCausalLM
 
     place = _device(device)
-    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    dtype = _dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     root = cache_dir or user_cache_dir()
     copy = root / f"{model.sha256[:16]}-{str(dtype).removeprefix('torch.')}"
     if (copy / _COMPLETE).exists():
@@ -219,10 +225,26 @@ def _load_packaged(
     return loaded, load_tokenizer(model.name, cache_dir=cache_dir)
 
 
+def _name(given: object) -> str:
+    if not isinstance(given, (str, PathLike)):
+        raise InvalidArgument(f"model: expected a name or a folder, got {shown(given)}")
+    return os.fspath(given)
+
+
+def _dtype(given: object) -> torch.dtype | None:
+    import torch
+
+    if given is not None and not isinstance(given, torch.dtype):
+        raise InvalidArgument(
+            f"dtype: expected one of torch, such as torch.bfloat16, or None, got {shown(given)}"
+        )
+    return given
+
+
 def _device(name: str) -> torch.device:
     import torch
 
-    kind = name.partition(":")[0]
+    kind = str(name).partition(":")[0]  # Also of a torch.device.
     if kind not in ("cpu", "cuda"):
         raise InvalidArgument(f"device: expected cpu or cuda, got {name!r}")
     if kind == "cuda" and not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -233,3 +234,32 @@ def test_what_needs_torch_says_how_to_install_it() -> None:
     assert len(told) == 3
     assert all(line.endswith("pip install 'kvweave[transformers]' torch") for line in told)
     assert other == "False"
+
+
+def test_a_warning_is_one_line(folder: Path, recwarn: pytest.WarningsRecorder) -> None:
+    shown = warnings.showwarning
+    asked = ["generate", at(folder / "prompt.txt"), "--max-new-tokens", 1]
+    for name in ("speech", "letter"):
+        asked += ["--segment", folder / f"{name}.txt"]
+    result = call(*asked)
+    assert result.exit_code == 0
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: policy foresight is used without a profile of it")
+    assert warnings.showwarning is shown
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["profile-heads", "smollm2", "--figure", "map.svg"],
+        ["eval", "--plot", "kl.png"],
+        ["plan", "ask", "--out", "plan.pdf"],
+    ],
+)
+def test_what_draws_is_missed_before_anything_is_measured(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("kvweave.models.load", lambda *_, **__: pytest.fail("it loads a model"))
+    assert refused(*words).endswith("matplotlib to be installed; run: pip install 'kvweave[demo]'")

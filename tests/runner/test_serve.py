@@ -352,6 +352,16 @@ def test_a_task_that_is_cancelled_cancels_its_request(model: Any, alone: Any) ->
     assert held(runner) == 0
 
 
+def test_a_server_says_which_of_its_numbers_is_none(model: Any) -> None:
+    runner = runner_of(model)
+    for name in ("token_budget", "chunk_tokens", "max_running"):
+        for wrong in ("8192", 4096.0, True):
+            with pytest.raises(InvalidArgument, match=f"{name}: expected a whole number, got"):
+                runner.serve(**{name: wrong})
+    with pytest.raises(InvalidArgument, match="runner: expected a Runner, got 'smollm2'"):
+        AsyncRunner("smollm2")  # type: ignore[arg-type]
+
+
 def test_one_loop_alone(model: Any) -> None:
     served = AsyncRunner(runner_of(model), **SMALL)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @user_errors
 def certify(
-    model: Annotated[str, typer.Argument(help="A packaged model, or a local folder.")],
+    model: Annotated[str, typer.Argument(help="A packaged model, a folder, or owner/name.")],
     kl: Annotated[
         float | None, typer.Option(help="The most KL to full prefill, nats a token, on average.")
     ] = None,

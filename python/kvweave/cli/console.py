@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TextIO
 
 import typer
 from rich.console import Console
@@ -44,13 +45,17 @@ def err() -> Console:
 def user_errors(command: Callable[P, None]) -> Callable[P, None]:
     """Typed errors, missing files and missing packages become one line and exit code 2.
 
-    Anything else is a defect of ours and keeps its traceback.
+    Anything else is a defect of ours and keeps its traceback. A warning is one line too, without
+    the place in our code or typer's that Python would name.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            # What shows warnings is as it was when the command ends.
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                command(*args, **kwargs)
         except (KvweaveError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
             # One line, however long: a path that is cut in two cannot be copied.
             said = f"[bold red]error:[/] {_escaped(_sentence(error))}"
@@ -64,6 +69,20 @@ def write_json(path: Path, data: Any) -> None:
     """Writes plain data; folders on the way are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Shows a warning as `warnings.showwarning` would, but for where it came from."""
+    err().print(
+        f"[bold yellow]warning:[/] {_escaped(str(message))}", highlight=False, soft_wrap=True
+    )
 
 
 def _sentence(error: BaseException) -> str:

@@ -24,7 +24,9 @@ _ROOMY = 110
 @user_errors
 def demo(
     json: Annotated[Path | None, typer.Option(help="Also write the rows as JSON.")] = None,
-    model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="A packaged model, a folder, or owner/name.")
+    ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     prompts: Annotated[int, typer.Option(min=1, max=3, help="How many questions.")] = 3,
     mode: Annotated[

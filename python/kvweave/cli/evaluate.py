@@ -25,7 +25,9 @@ def evaluate(
     policies: Annotated[
         str, typer.Option(help="NAME:setting=value:…, comma-separated; naive is always there.")
     ] = "naive,epic,cacheblend,sparsex,foresight",
-    model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="A packaged model, a folder, or owner/name.")
+    ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     layout: Annotated[

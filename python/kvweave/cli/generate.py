@@ -22,7 +22,9 @@ from kvweave.cli.prompt_file import (
 def generate(
     prompt: Annotated[str, typer.Argument(help=PROMPT_HELP)],
     segment: Annotated[list[str] | None, typer.Option(help=FILE_HELP)] = None,
-    model: Annotated[str, typer.Option(help="A packaged model, or a local folder.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="A packaged model, a folder, or owner/name.")
+    ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     policy: Annotated[
         str | None, typer.Option(help="How reused text is corrected; the profile's, or foresight.")

@@ -29,7 +29,7 @@ PAGES, PART = 64, 8
 @user_errors
 def profile_heads(
     model: Annotated[
-        str | None, typer.Argument(help="A packaged model, or a folder; none beside --scores.")
+        str | None, typer.Argument(help="Packaged, a folder or owner/name; none beside --scores.")
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Write the map as JSON.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw it to PNG, SVG or PDF.")] = None,

@@ -275,7 +275,8 @@ class Runner(KnowledgeBase, Retention, HandOff):
         them. Strings may stand across the borders of tokens. By default, and where strings alone
         are named, the tokenizer's end of sequence ends it too. `healing`: reused tokens that the
         answer comes to look at are recomputed while it is decoded; what is to be remembered of the
-        prompt then is so from its end on.
+        prompt then is so from its end on. `namespace`: whose prefixes are found and kept; a marked
+        segment is looked for in its own.
         """
         return self.generate_batch(
             [prompt],

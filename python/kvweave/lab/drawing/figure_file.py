@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,11 @@ def quiet_axes(axes: Axes) -> None:
 
 
 def check_suffix(path: Path) -> None:
-    """Raises InvalidArgument unless the path ends in a format that can be written."""
+    """Raises InvalidArgument unless the path ends in a format that can be written.
+
+    And ModuleNotFoundError without matplotlib: both before what is drawn is measured.
+    """
+    import_module("matplotlib")
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidArgument(
             f"picture: expected a path ending in {', '.join(SUFFIXES)}, got {path.name!r}"

@@ -91,6 +91,7 @@ def draw_heads(head_map: Mapping[str, Any], width: int = 140) -> RenderableType:
         text.append("\n" * (band.stop < layers))
     legend = Text().append(f"● {drawn.does} everything", style="green")
     legend.append("   █ sink and window", style="bright_black")
+    legend.append("   fuller: a higher score", style="dim")
     return Group(Text(drawn.headline, style="bold"), text, legend)
 
 

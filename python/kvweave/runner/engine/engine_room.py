@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from kvweave.arguments import whole
 from kvweave.runner.engine.live_request import LiveRequest
 from kvweave.runner.prefill.parted_job import PartedJob, homes_of, may_part
 from kvweave.runner.prefill.prefill import Prefiller
@@ -19,6 +20,13 @@ _MOST = {
 }
 
 
+def _limit(name: str, given: Any) -> Any:
+    """A setting of the scheduler, which says what each number has to be at least."""
+    if name not in _MOST:
+        return given
+    return _MOST[name] if given is None else whole(name, given, most=_MOST[name])
+
+
 class EngineRoom:
     """Looks up for requests that are to wait what they will find, and what is theirs already.
 
@@ -29,7 +37,7 @@ class EngineRoom:
 
     def __init__(self, prefiller: Prefiller, part_tokens: int, **known: Any) -> None:
         homes = homes_of(prefiller, part_tokens)
-        known = {name: _MOST[name] if most is None else most for name, most in known.items()}
+        known = {name: _limit(name, given) for name, given in known.items()}
         self.scheduler = Scheduler(prefiller.cache, homes=homes, part_tokens=part_tokens, **known)
         self._prefiller = prefiller
         # Those whose prompts are being computed in parts.

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from kvweave.arguments import shown
 from kvweave.errors import InvalidArgument
 from kvweave.policies import Policy
 from kvweave.runner.prompt import Prompt
@@ -41,6 +42,8 @@ class AsyncRunner:
         max_running: int | None = 256,
         order: str = "arrival",
     ) -> None:
+        if not isinstance(runner, Runner):
+            raise InvalidArgument(f"runner: expected a Runner, got {shown(runner)}")
         self._server = runner.serve(
             token_budget=token_budget,
             chunk_tokens=chunk_tokens,
