@@ -190,3 +190,15 @@ def test_a_model_may_be_loaded_for_it(model: Any, tmp_path: Any) -> None:
         ours = said(loaded, padded(IDS, IDS[:, 4:]), cache=cache)
     assert loaded.config._attn_implementation == "kvweave"
     assert ours == said(model, padded(IDS, IDS[:, 4:]))
+
+
+def test_a_model_has_one_open_cache(model: Any) -> None:
+    """What the first one gives back when it closes is the model's own attention."""
+    before = model.config._attn_implementation
+    with kvweave.PagedCache(model, max_tokens=64, check=False):
+        with pytest.raises(InvalidArgument, match="without an open PagedCache"):
+            kvweave.PagedCache(model, max_tokens=64, check=False)
+        assert model.config._attn_implementation == "kvweave"
+    assert model.config._attn_implementation == before
+    kvweave.PagedCache(model, max_tokens=64, check=False).close()
+    assert model.config._attn_implementation == before

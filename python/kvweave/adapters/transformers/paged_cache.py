@@ -97,6 +97,7 @@ class PagedCache(Cache, Closing):
     ) -> None:
         super().__init__(layers=[])
         self._geometry = geometry = kv_geometry(model)
+        _expect_closed(model)
         self._form = form = CacheForm.of(
             geometry,
             page_tokens=page_tokens,
@@ -405,6 +406,15 @@ class PagedCache(Cache, Closing):
         self._hooks = []
         if self._model.config._attn_implementation != self._before:
             self._model.set_attn_implementation(self._before)
+
+
+def _expect_closed(model: Any) -> None:
+    """Refuses a model that another cache is open for: what that set would be left behind."""
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(getattr(hook, "__self__", None), PagedCache) for hook in hooks):
+        raise InvalidArgument(
+            "model: expected one without an open PagedCache, got one that has it: close() it first"
+        )
 
 
 def _check_copy(exact: Any) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import heapq
 import threading
 
 from kvweave.errors import KvweaveError
+
+AT_EXIT_S = 30.0
+"""How long the end of the interpreter waits for the job at hand, at most."""
 
 
 class Job:
@@ -30,6 +34,9 @@ class Worker:
 
     What a job raises is told to that job, and the next one goes on. What ends the thread itself is
     told to all that wait; the next job has another thread begun. Everything here is for any thread.
+
+    Where nobody closes it the end of the interpreter does: a thread that were in native code then
+    would end the whole process when it came back.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,7 +72,12 @@ class Worker:
         except RuntimeError as error:
             return KvweaveError(f"{self._name}: expected a thread to begin, got: {error}")
         self._thread = thread
+        atexit.unregister(self._end)
+        atexit.register(self._end)
         return None
+
+    def _end(self) -> None:
+        self.close(finish=False, most_s=AT_EXIT_S)
 
     def drop(self, job: Job) -> None:
         """Leaves a job out that has not begun."""
@@ -100,6 +112,7 @@ class Worker:
             left = None if finish else self._give_up()
             self.changed.notify_all()
             thread = self._thread
+        atexit.unregister(self._end)
         if left is not None:
             self._tell(left, self._is_closed())
         if thread is not None and thread is not threading.current_thread():
