@@ -179,12 +179,8 @@ class TextCopy:
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Takes note of queries of the text's own rows."""
-        if self.size:
-            self.take_note(q, first, kv_heads)
-
-    def take_note(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
-        """The same of a text of which no page has come yet."""
-        self.queries.append((q, first, kv_heads))
+        if not self.report.why:
+            self.queries.append((q, first, kv_heads))
 
     def grow(self, size: int) -> bool:
         """Makes room for more of it; where there is none the first packing stays."""

@@ -15,7 +15,7 @@ from kvweave.cache import KvRequest
 from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.report import PackingReport
-from kvweave.runner.tiers.final_packing import NO_ROOM, FinalPacking, TextCopy
+from kvweave.runner.tiers.final_packing import FinalPacking, TextCopy
 
 
 class SegmentCopies:
@@ -54,7 +54,7 @@ class SegmentCopies:
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """As `PageCopy.add_queries`, of the segment that the next pages are of."""
-        self._begun().take_note(q, first, kv_heads)
+        self._begun().add_queries(q, first, kv_heads)
 
     def drop(self) -> None:
         """Forgets the segment under way."""
@@ -71,7 +71,7 @@ class SegmentCopies:
 
     def _take(self, exact: torch.Tensor, packs: Int32, left_out: int) -> None:
         copy = self._begun()
-        if copy.report.why == NO_ROOM or not copy.grow(len(packs) * self._of.block_bytes):
+        if copy.report.why or not copy.grow(len(packs) * self._of.block_bytes):
             return
         self._blocks.append(packs[:, 0])
         copy.add(exact, packs, left_out)

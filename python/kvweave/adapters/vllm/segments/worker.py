@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -290,13 +290,13 @@ class SegmentWorker:
         markers = prompt.markers
         spans = [(span.start, span.end) for span in markers.segments]
         asked = prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
-        admitted = None
-        with suppress(InvalidArgument):
+        try:
             markers.check_layers(len(self.attention))
-            admitted = self._admit_on_all_ranks(asked)
-        if admitted is not None and self.kept is not None and admitted.policy.reuse == "segments":
-            admitted = self._with_documents(self.kept, admitted, asked)
-        if admitted is None:
+            # Ranks that planned one prompt in two ways would wait for each other for ever.
+            admitted = _on_all_ranks(lambda: self.store.admit(*asked))
+            if self.kept is not None and admitted.policy.reuse == "segments":
+                admitted = self._with_documents(self.kept, admitted, asked)
+        except (PoolFull, InvalidArgument, OutOfMemory):
             self.stats.misses["refused"] += len(prompt.tokens)
             self.stats.outcome(name).missed["refused"] += len(prompt.tokens)
             return
@@ -311,23 +311,9 @@ class SegmentWorker:
         admitted.computed_from = start
         self._admitted[name] = admitted
 
-    def _admit_on_all_ranks(self, asked: tuple[Any, ...]) -> AdmittedPrompt | None:
-        """A prompt that is looked up; None where any rank has no room for it.
-
-        Ranks that planned one prompt in two ways would wait for each other for ever.
-        """
-        admitted = None
-        with suppress(PoolFull, InvalidArgument, OutOfMemory):
-            admitted = self.store.admit(*asked)
-        if all_of(admitted is not None):
-            return admitted
-        if admitted is not None:
-            admitted.release()
-        return None
-
     def _with_documents(
         self, kept: KeptDocuments, admitted: AdmittedPrompt, asked: tuple[Any, ...]
-    ) -> AdmittedPrompt | None:
+    ) -> AdmittedPrompt:
         """The same prompt with the documents that only the folder had of it."""
         try:
             brought = kept.bring(asked[0], admitted, asked[1])
@@ -337,7 +323,7 @@ class SegmentWorker:
         if not brought:
             return admitted
         admitted.release()
-        return self._admit_on_all_ranks(asked)
+        return _on_all_ranks(lambda: self.store.admit(*asked))
 
     def _reset(self) -> None:
         """What requests left goes; documents stay where their memory is what it was."""
