@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from decode_batches import decoding
 from families import random_tokens
 from kvweave.runner import Packing, Runner, Strategy
-from packed_decoding import packed_runner, steps_of
+from packed_decoding import packed_runner, said_behind
 from page_meaning import random_packing
 from strategy_runners import HEADS, LAYERS, all_is_back, uneven_model
 from versions import needs_cuda
@@ -49,13 +48,8 @@ def test_it_says_what_the_cpu_says(kind: str) -> None:
             runner.flush()
             first = done.report.packed.segments[0]
             assert first.formats or first.basis == "own"
-            begun = done.logits[-1].float().cpu()
-            sequence = decoding(runner, done, STEPS + 1)
-            if said is not None:
-                sequence.tokens[-1] = said[0]
-            seen = steps_of(runner, sequence, STEPS, None if said is None else said[1:])
-            said = said or list(sequence.tokens)
-            logits.append(torch.stack([begun, *(each.cpu() for each in seen)]))
+            said, seen = said_behind(runner, done, STEPS, said)
+            logits.append(torch.stack(seen).cpu())
         with runner._prefiller.computing:
             pass
         if kind == "strategy":

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from decode_batches import decoding
 from document_decoding import documents, fresh
 from head_maps import class_map
 from kvweave import ops
 from kvweave.runner import Packing, Runner, Strategy
-from packed_decoding import packed_runner, steps_of
+from packed_decoding import packed_runner, said_behind
 from strategy_runners import all_is_back, text_of, uneven_model
 from versions import needs_cuda
 
@@ -53,13 +52,8 @@ def test_it_says_what_the_cpu_says(numbers: str, sights: Any) -> None:
         assert len(report.formats) > 1
         assert text_of(runner).nbytes == report.bytes
         with runner.prefill(prompt, "naive", **asked) as done:
-            first = done.logits[-1].float().cpu()
-            sequence = decoding(runner, done, STEPS + 1)
-            if said is not None:
-                sequence.tokens[-1] = said[0]
-            seen = steps_of(runner, sequence, STEPS, None if said is None else said[1:])
-            said = said or list(sequence.tokens)
-            logits.append(torch.stack([first, *(each.cpu() for each in seen)]))
+            said, seen = said_behind(runner, done, STEPS, said)
+            logits.append(torch.stack(seen).cpu())
         runner.delete("long")
         assert all_is_back(runner)
     wanted, got = logits

@@ -9,8 +9,10 @@ import torch
 from transformers import AttentionInterface
 
 from cache_names import by_name, cache_of
+from decode_batches import decoding
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.prefill.prefilled import Prefill
 from page_meaning import PAGE, Meaning, int4
 
 SINK, RECENT = 64, 128
@@ -148,6 +150,18 @@ def steps_of(
             runner._decoder.step([sequence], choose=choose)
     runner._decoder.forget(sequence.request)
     return seen
+
+
+def said_behind(
+    runner: Runner, done: Prefill, steps: int, said: list[int] | None = None
+) -> tuple[list[int], list[torch.Tensor]]:
+    """What is said behind a prefilled prompt, or `said`, and the logits of each."""
+    first = done.logits[-1].float().clone()
+    sequence = decoding(runner, done, steps + 1)
+    if said is not None:
+        sequence.tokens[-1] = said[0]
+    seen = steps_of(runner, sequence, steps, None if said is None else said[1:])
+    return list(sequence.tokens), [first, *seen]
 
 
 def nothing_is_held(runner: Runner) -> bool:

@@ -19,7 +19,15 @@ from families import random_tokens, tiny
 from kvweave import PoolFull, Unsupported
 from kvweave.policies import POLICIES, Foresight, Naive, policy_of
 from kvweave.runner import Runner, Segment
-from packed_decoding import INT4, RECENT, SINK, nothing_is_held, packed_runner, steps_of
+from packed_decoding import (
+    INT4,
+    RECENT,
+    SINK,
+    nothing_is_held,
+    packed_runner,
+    said_behind,
+    steps_of,
+)
 from page_meaning import random_packing
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
@@ -47,12 +55,7 @@ def logits_of(
     """What is said behind a prompt, or `said`, and the logits of each."""
     asked = {"reserve_tokens": steps, "remember": False, "watched": False}
     with runner.prefill(prompt, policy, **asked) as done:
-        sequence = decoding(runner, done, steps + 1)
-        if said is not None:
-            sequence.tokens[-1] = said[0]
-        forced = None if said is None else said[1:]
-        seen = [done.logits[-1].float().clone(), *steps_of(runner, sequence, steps, forced)]
-        return list(sequence.tokens), seen
+        return said_behind(runner, done, steps, said)
 
 
 def apart(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
