@@ -35,7 +35,15 @@ def figures(name: str, heard: Sequence[Heard], counted: dict[str, Any]) -> Itera
     told = {"out/s": said / took, "requests/s": len(heard) / took, "seconds": took, **counted}
     yield Row(f"{name}: tokens in and out", (read + said) / took, "tokens/s", None, told)
     yield spread(f"{name}: first token", [one.at[0] - one.came for one in heard], "s", 1.0)
-    yield spread(f"{name}: between tokens", gaps(heard), "ms", 1e3)
+    between = spread(f"{name}: between tokens", gaps(heard), "ms", 1e3)
+    between.of["a token"] = float(np.mean(times_per_token(heard))) * 1e3
+    yield between
+
+
+def times_per_token(heard: Sequence[Heard]) -> list[float]:
+    """Seconds a token of each request behind its first, of those that said more than one."""
+    said = [one.at for one in heard if len(one.at) > 1]
+    return [(at[-1] - at[0]) / (len(at) - 1) for at in said] or [0.0]
 
 
 def gaps(heard: Sequence[Heard]) -> list[float]:

@@ -16,6 +16,9 @@ import numpy as np
 from benchmarks.heard import Heard, figures, gaps, spread
 from kvweave.lab.bench.rows import Row
 
+AT_ONCE, POISSON = "at once", "Poisson"
+"""Ways in which requests come."""
+
 
 class Loaded(Protocol):
     """What a load asks of its task: `cases.engine_load` and `vllm.engine` have theirs."""
@@ -36,6 +39,8 @@ class Loaded(Protocol):
     def talkers(self) -> int: ...
     @property
     def long(self) -> int: ...
+    @property
+    def ways(self) -> Sequence[str]: ...
 
 
 @dataclass(frozen=True)
@@ -79,12 +84,15 @@ def listen(engine: Callers, heard: dict[str, Heard]) -> None:
 def load(engine: Callers, task: Loaded) -> Iterator[Row]:
     """All at once, then at a mean rate: what was given, or four fifths of what all at once gave."""
     lengths, answers = lengths_of(task), answers_of(task)
-    heard = come(engine, lengths, answers, [0.0] * task.requests)
-    rows = list(figures(f"{shape_of(task)}, at once", heard, {}))
-    yield from rows
-    rate, apart = arrivals(task, rows[0])
-    heard = come(engine, lengths, answers, apart)
-    yield from figures(f"{shape_of(task)}, Poisson at {rate:.3g}/s", heard, {})
+    at_once = None
+    if AT_ONCE in task.ways:
+        heard = come(engine, lengths, answers, [0.0] * task.requests)
+        at_once, *others = figures(f"{shape_of(task)}, at once", heard, {})
+        yield from (at_once, *others)
+    if POISSON in task.ways:
+        rate, apart = arrivals(task, at_once)
+        heard = come(engine, lengths, answers, apart)
+        yield from figures(f"{shape_of(task)}, Poisson at {rate:.3g}/s", heard, {})
 
 
 def shape_of(task: Loaded) -> str:
@@ -117,9 +125,12 @@ def longest_answer(task: Loaded) -> int:
     return task.answer if isinstance(task.answer, int) else task.answer[1]
 
 
-def arrivals(task: Loaded, at_once: Row, seed: int = 0) -> tuple[float, list[float]]:
+def arrivals(task: Loaded, at_once: Row | None, seed: int = 0) -> tuple[float, list[float]]:
     """Requests a second, and seconds between them, the same for every engine at this rate."""
-    rate: float = task.rate or 0.8 * at_once.of["requests/s"]
+    known = 0.0 if at_once is None else 0.8 * at_once.of["requests/s"]
+    rate = task.rate or known
+    if rate <= 0:
+        raise ValueError("rate: expected one, as nothing came at once before, got 0")
     draws = np.random.default_rng(seed + 1).exponential(1 / rate, task.requests)
     return rate, draws.tolist()
 

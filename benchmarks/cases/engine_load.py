@@ -30,6 +30,8 @@ import kvweave
 from benchmarks.device.models import random_model
 from benchmarks.heard import Heard, figures
 from benchmarks.load import (
+    AT_ONCE,
+    POISSON,
     Callers,
     answers_of,
     arrivals,
@@ -59,7 +61,9 @@ class Task:
     tokens, `talkers` decode, and a step computes `long_chunk` tokens of it. `rate` in requests a
     second (0: from the first load). The arena is of `arena_bytes`, or of `max_tokens` where the
     model lies on the CPU; of what a GPU has where both are 0. `layers` of the model, 0 for all.
-    `copies`: for `host_load`, which pages are copied to the host, one way after the other.
+    For `host_load`: `copies`, which pages are copied to the host, one way after the other, with
+    `host_bytes` of its memory (0: six times the arena); `whole`, whether there is one that reads
+    all; `ways`, how requests come.
     """
 
     model: str = "Llama-3.1-8B"
@@ -77,6 +81,9 @@ class Task:
     layers: int = 0
     seed: int = 0
     copies: tuple[str, ...] = ("spill",)
+    host_bytes: int = 0
+    whole: bool = True
+    ways: tuple[str, ...] = (AT_ONCE, POISSON)
 
 
 ON_CPU = Task("small Llama", 16, (200, 600), 32, 256, 0.0, 4, 2000, 256, 16, 16_384)

@@ -12,15 +12,21 @@ and how much was copied to the host.
 
 `python -m benchmarks.cases.host_load --json FILE [--task '{"copies": ["spill", "mirror"]}']` writes
 a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
-by `python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`.
+by `python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`. Where contenders
+were measured on GPUs of their own (`"whole": false` for one without *all*), `--join FILE...` sets
+their runs, vLLM's too, beside each other and writes one to FILE of `--json`. *Cadence* is that of
+the paper: one KV head in four is ranked at every step instead of reading everything.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,16 +34,18 @@ import torch
 from benchmarks.cases.engine_load import Load, Task, carry_out, model_of
 from benchmarks.cases.top_k_step import choosing
 from benchmarks.heard import Heard, figures
-from benchmarks.load import arrivals, shape_of
+from benchmarks.load import AT_ONCE, POISSON, arrivals, shape_of
+from benchmarks.report.record import joined
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner.model.model_spec import describe
 
 CASE = "host_load"
 PAGES, WHOLE_EVERY = 64, 4
-FIGURES = 3
-"""Rows of a load: tokens a second, the first token, between two of them."""
+ALL, STOCK = "all", "stock"
+"""What others are set beside; vLLM as it is, as `benchmarks.vllm.serve` calls it."""
+CADENCE = "cadence"
 HOST_OVER_DEVICE = 6
-"""Host memory for so many times the arena."""
+"""Host memory for so many times the arena, where a task says no other."""
 ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=4, arena_bytes=2 * 2**30)
 ON_CPU = Task("small Llama", 12, (400, 1200), (16, 64), 256, arena_bytes=48 * 2**20)
 QUICK = Task("tiny Llama", 4, (80, 160), (8, 40), 64, arena_bytes=400 * 2**10)
@@ -103,11 +111,17 @@ def rows_of(task: Task, pages: int = PAGES) -> list[Row]:
 
 def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """What is measured, and what its runner is asked for."""
-    yield "all", {}
-    heads = choosing(describe(model), pages, WHOLE_EVERY)
-    how: dict[str, Any] = {"heads": heads, "host_bytes": HOST_OVER_DEVICE * task.arena_bytes}
+    if task.whole:
+        yield ALL, {}
+    spec = describe(model)
+    how: dict[str, Any] = {"heads": choosing(spec, pages, WHOLE_EVERY)}
+    how["host_bytes"] = task.host_bytes or HOST_OVER_DEVICE * task.arena_bytes
     how["host_arrivals"] = "exact"
     for copies in task.copies:
+        if copies == CADENCE:
+            heads = choosing(spec, pages, unstable_every=WHOLE_EVERY)
+            yield f"over the host, {CADENCE}", {**how, "heads": heads, "host_arrivals": "late"}
+            continue
         if copies in ("fp8", "late"):
             asked = "host_dtype" if copies == "fp8" else "host_arrivals"
             yield f"over the host, {copies}", {**how, asked: copies}
@@ -119,14 +133,17 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
 def loaded(load: Load, what: str, rate: float) -> Iterator[Row]:
     """Its figures, and what requests held, of both ways to come."""
     task = load.task
-    held = Held(load)
-    heard, counted = load.come([0.0] * task.requests, held.look)
-    rows = named(f"{shape_of(task)}, at once: {what}", heard, counted, held)
-    yield from rows
-    rate, apart = arrivals(replace(task, rate=rate or rows[0].of["requests/s"]), rows[0], task.seed)
-    held = Held(load)
-    heard, counted = load.come(apart, held.look)
-    yield from named(f"{shape_of(task)}, Poisson at {rate:.3g}/s: {what}", heard, counted, held)
+    if AT_ONCE in task.ways:
+        held = Held(load)
+        heard, counted = load.come([0.0] * task.requests, held.look)
+        rows = named(f"{shape_of(task)}, at once: {what}", heard, counted, held)
+        rate = rate or rows[0].of["requests/s"]
+        yield from rows
+    if POISSON in task.ways:
+        rate, apart = arrivals(replace(task, rate=rate), None, task.seed)
+        held = Held(load)
+        heard, counted = load.come(apart, held.look)
+        yield from named(f"{shape_of(task)}, Poisson at {rate:.3g}/s: {what}", heard, counted, held)
 
 
 def named(name: str, heard: list[Heard], counted: dict[str, Any], held: Held) -> list[Row]:
@@ -136,11 +153,23 @@ def named(name: str, heard: list[Heard], counted: dict[str, Any], held: Held) ->
 
 
 def beside(rows: list[Row]) -> None:
-    """Sets each figure of the host beside that of the device, whose rows come first."""
-    own = 2 * FIGURES
-    for number, over in enumerate(rows[own:]):
-        whole, more = rows[number % own], over.unit == "tokens/s"
-        over.of["× all"] = over.value / whole.value if more else whole.value / over.value
+    """Sets each figure of the host beside that of the device, and of vLLM, where they are known."""
+    known = {row.name: row for row in rows}
+    for over in rows:
+        load, _, figure = over.name.split(": ")
+        others = {"× all": f"{load}: {ALL}: {figure}", "× vLLM": f"{load}: {figure}: {STOCK}"}
+        for key, name in others.items():
+            if name == over.name or name not in known:
+                continue
+            over.of[key] = better(over, known[name].value, over.value)
+            if "a token" in over.of:
+                per_token = known[name].of["a token"], over.of["a token"]
+                over.of[f"{key}, a token"] = better(over, *per_token)
+
+
+def better(row: Row, other: float, own: float) -> float:
+    """How many times as good a figure of a row is as another: more tokens, or less time."""
+    return own / other if row.unit == "tokens/s" else other / own
 
 
 def close(load: Load) -> None:
@@ -161,8 +190,25 @@ def run(quick: bool) -> list[Row]:
 
 def main(words: list[str] | None = None) -> int:
     """Runs one task on the machine it is called on, and writes it down."""
+    words = sys.argv[1:] if words is None else words
+    if "--join" in words:
+        return join(words)
     task = ON_GPU if torch.cuda.is_available() else ON_CPU
     return carry_out((CASE, __doc__), rows_of, task, words)
+
+
+def join(words: list[str]) -> int:
+    """Sets runs of several processes beside each other, and writes them as one."""
+    parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
+    parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
+    parser.add_argument("--json", type=Path, required=True, help="file for the run")
+    chosen = parser.parse_args(words)
+    runs = [{**json.loads(path.read_text()), "case": CASE} for path in chosen.join]
+    whole = joined(runs)
+    rows = [Row(**row) for row in whole["rows"]]
+    beside(rows)
+    chosen.json.write_text(json.dumps({**whole, "rows": [asdict(row) for row in rows]}, indent=1))
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import numpy as np
 from benchmarks.device.models import MODELS
 from benchmarks.heard import Heard, figures
 from benchmarks.load import (
+    AT_ONCE,
+    POISSON,
     Callers,
     answers_of,
     arrivals,
@@ -55,7 +57,7 @@ class Task:
     what heads of the engines `top_k` and `far` read in a decode step, `store` the bytes of segments
     that `mapped` and `segments` have, out of `memory` where it is given, and `host` those of the
     host's memory that `far` has. With `poisson` requests come at that rate too, once those at once
-    have ended. `others` go to vLLM as they are.
+    have ended; `ways` says the same of the job `load`. `others` go to vLLM as they are.
     """
 
     engine: str
@@ -79,6 +81,7 @@ class Task:
     store: int = 0
     host: int = 64 << 30
     poisson: bool = False
+    ways: tuple[str, ...] = (AT_ONCE, POISSON)
     others: dict[str, Any] = field(default_factory=dict)
 
 
