@@ -99,6 +99,9 @@ def rows_of(task: Task, pages: int = PAGES) -> list[Row]:
     rate = task.rate
     for what, how in contenders(task, model, pages):
         load = Load(task, model, **how)
+        for pool in load.runner.host.values():
+            # A server has its memory before requests come.
+            pool.home.wait()
         load.warm()
         made = list(loaded(load, what, rate))
         rate = rate or made[0].of["requests/s"]
@@ -116,6 +119,7 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
     spec = describe(model)
     how: dict[str, Any] = {"heads": choosing(spec, pages, WHOLE_EVERY)}
     how["host_bytes"] = task.host_bytes or HOST_OVER_DEVICE * task.arena_bytes
+    how["host_ahead_bytes"] = how["host_bytes"]
     how["host_arrivals"] = "exact"
     for copies in task.copies:
         if copies == CADENCE:

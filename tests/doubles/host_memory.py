@@ -18,6 +18,7 @@ def host_runner(
     host_copies: str = "spill",
     host_dtype: str | None = None,
     host_arrivals: str = "exact",
+    host_ahead_bytes: int | None = None,
     **settings: Any,
 ) -> Runner:
     """A runner of a tiny model whose heads have these classes, in turn."""
@@ -25,9 +26,9 @@ def host_runner(
     settings = {"progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None, "bounds_dtype": None})
     heads = kinds_map(plain.spec, kinds)
-    over = {"host_bytes": host_bytes, "host_copies": host_copies, "host_dtype": host_dtype}
-    over["host_arrivals"] = host_arrivals
-    return Runner(model, heads=heads, **over, **settings)
+    over: dict[str, Any] = {"host_bytes": host_bytes, "host_copies": host_copies}
+    over |= {"host_dtype": host_dtype, "host_arrivals": host_arrivals}
+    return Runner(model, heads=heads, host_ahead_bytes=host_ahead_bytes, **over, **settings)
 
 
 def both(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> tuple[Runner, Runner]:

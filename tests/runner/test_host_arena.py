@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from families import random_tokens, tiny
 from host_memory import both, host_runner, nothing_is_held, spills
-from kvweave import OutOfMemory
+from kvweave import InvalidArgument, OutOfMemory
 from kvweave.runner.kv import host_arena, near_device, pinned
 from kvweave.runner.kv.host_arena import HostArena
 from kvweave.runner.kv.host_pool import HostPool
@@ -225,6 +226,82 @@ def test_a_driver_that_refuses_is_said(
     assert "expected 32 bytes" in told[1]
 
 
+# ---- ahead of who needs it ------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_thread_reserves_so_much_ahead_of_what_was_needed() -> None:
+    arena = HostArena((40, PAGE_BYTES), torch.uint8, CPU, ahead=3 * CHUNK)
+    arena.wait()
+    assert arena.reserved == 4 * CHUNK
+    arena.reserve(np.asarray([18], np.int32), 1)
+    arena.wait()
+    # The page lies in chunk 4.
+    assert arena.reserved == (5 + 3) * CHUNK
+    arena.reserve(np.asarray([39], np.int32), 1)
+    arena.wait()
+    assert arena.reserved == arena.pages.nbytes
+    assert not arena.pages.any()
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_all_of_it_comes_while_others_ask_for_some() -> None:
+    arena = HostArena((400, PAGE_BYTES), torch.uint8, CPU, ahead=400 * PAGE_BYTES)
+    for page in (7, 399, 200, 3):
+        arena.reserve(np.asarray([page], np.int32), 1)
+        arena.pages[page] = 1
+    arena.wait()
+    assert arena.reserved == arena.pages.nbytes
+    assert int(arena.pages.sum()) == 4 * PAGE_BYTES
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_there_is_no_memory_for_ahead_is_left_to_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_arena, "_addresses", addresses(2))
+    with caplog.at_level(logging.WARNING):
+        arena = HostArena((50, PAGE_BYTES), torch.uint8, CPU, ahead=50 * PAGE_BYTES)
+        arena.wait()
+    assert arena.reserved == 2 * CHUNK
+    assert [r.message for r in caplog.records if "no more is reserved ahead" in r.message]
+    with pytest.raises(OutOfMemory, match="host memory"):
+        arena.reserve(np.asarray([21], np.int32), 1)
+    memory: Any = arena._memory
+    memory.left = 1
+    arena.reserve(np.asarray([21], np.int32), 1)
+    arena.wait()
+    assert arena.reserved == 3 * CHUNK
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_is_not_pinned_ahead_is_pinned_or_not_for_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(3 * CHUNK)
+    monkeypatch.setattr(host_arena, "register", driver.register)
+    monkeypatch.setattr(host_arena, "unregister", driver.unregister)
+    arena = HostArena((60, PAGE_BYTES), torch.uint8, GPU, ahead=60 * PAGE_BYTES)
+    arena.wait()
+    assert arena.pinned
+    assert arena.reserved == len(driver.known) * CHUNK == 3 * CHUNK
+    arena.reserve(np.asarray([50], np.int32), 1)
+    assert not arena.pinned
+    arena.wait()
+    assert arena.reserved == 4 * CHUNK
+
+
+def test_an_arena_that_nobody_has_is_let_go_of_while_it_goes_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_arena, "CHUNK_BYTES", 1)
+    arena = HostArena((4000, PAGE_BYTES), torch.uint8, CPU, ahead=4000 * PAGE_BYTES)
+    gone, worker = weakref.ref(arena), arena._worker
+    del arena
+    worker.close(finish=True)
+    assert gone() is None
+
+
 # ---- near a GPU -----------------------------------------------------------------------------
 
 
@@ -312,6 +389,25 @@ def test_a_runner_reserves_what_its_requests_come_to_need(llama: Any) -> None:
     assert first < reserved[0] < reserved[1] == reserved[2] < reserved[3] < bound
     assert spills(host) == 4
     assert nothing_is_held(host)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_runner_may_have_all_of_it_from_the_beginning(llama: Any) -> None:
+    runner = host_runner(llama, [top_k(4, 5), FULL], host_ahead_bytes=1 << 40)
+    (pool,) = runner.host.values()
+    pool.home.wait()
+    assert pool.stats()["reserved_bytes"] == pool.pages.nbytes
+
+
+@pytest.mark.parametrize("ahead", [-1, True, "1G", 2.5])
+def test_bytes_ahead_are_a_number_of_them(llama: Any, ahead: Any) -> None:
+    with pytest.raises(InvalidArgument, match="^host_ahead_bytes: expected "):
+        host_runner(llama, [top_k(4, 5), FULL], host_ahead_bytes=ahead)
+
+
+def test_bytes_ahead_are_of_host_memory(llama: Any) -> None:
+    with pytest.raises(InvalidArgument, match="^host_ahead_bytes: expected host_bytes beside 5"):
+        host_runner(llama, [top_k(4, 5), FULL], None, host_ahead_bytes=5)
 
 
 @pytest.mark.usefixtures("small_chunks")

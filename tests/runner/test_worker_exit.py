@@ -10,7 +10,7 @@ import pytest
 PROGRAM = """
 import sys, threading
 import torch
-from kvweave.runner.tiers.worker import Job, Worker
+from kvweave.runner.worker import Job, Worker
 
 begun = threading.Event()
 

@@ -21,8 +21,8 @@ from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.choice import Speeds, choose
 from kvweave.runner.tiers.measured import Measured
 from kvweave.runner.tiers.trouble import Trouble
-from kvweave.runner.tiers.worker import Job, Worker
 from kvweave.runner.tiers.writes import Writes
+from kvweave.runner.worker import Job, Worker
 
 KNOWN = Speeds(host=1e9, disk=1e8, compute=1e12)
 

@@ -70,10 +70,11 @@ class Runner(KnowledgeBase, Retention, HandOff):
     of `heads` seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there
     what frees room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a
     byte a number; `host_arrivals`: "late" has no step wait for pages that it chose, "exact" each
-    one (None: late, but exact beside `speculate`). `bounds_dtype`: what top_k heads choose pages by
-    is kept as keys are (None), or in "fp8". `speculate`: tokens that a round drafts by the pages of
-    top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`, a
-    `Store` or its folder: documents are written there and read; `document_bytes`: host memory for
+    one (None: late, but exact beside `speculate`); `host_ahead_bytes`: of it, what is touched and
+    pinned before it is needed (None: a GiB on a GPU). `bounds_dtype`: what top_k heads choose pages
+    by is kept as keys are (None), or in "fp8". `speculate`: tokens that a round drafts by the pages
+    of top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`,
+    a `Store` or its folder: documents are written there and read; `document_bytes`: host memory for
     documents whose blocks leave the device; `remote`: a store on another machine behind these
     (docs/tiers.md).
     `zero_on_free`: what blocks held that went back is overwritten (docs/SECURITY.md). `mode` is
@@ -110,6 +111,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         host_copies: str = "spill",
         host_dtype: str | None = None,
         host_arrivals: str | None = None,
+        host_ahead_bytes: int | None = None,
         bounds_dtype: str | None = None,
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
@@ -130,8 +132,9 @@ class Runner(KnowledgeBase, Retention, HandOff):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         check_settings(page_tokens, chunk_tokens, mode, heads, bounds_dtype)
-        check_host(host_bytes, host_copies, host_dtype, host_arrivals, kv_dtype)
-        over = (host_bytes, host_copies, host_dtype, arrivals_of(host_arrivals, speculate))
+        over = (host_bytes, host_copies, host_dtype)
+        check_host(*over, host_arrivals, host_ahead_bytes, kv_dtype)
+        arrive = arrivals_of(host_arrivals, speculate), host_ahead_bytes
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = of_weights(check_profile(profile, canary, self.spec, heads), model)
@@ -147,7 +150,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
             eviction=word("eviction", eviction),
             **how,
         )
-        self.host = make_host_pools(self.cache, pages, *over)
+        self.host = make_host_pools(self.cache, pages, *over, *arrive)
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvweave.arguments import shown
+from kvweave.arguments import shown, whole
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.beside import refuse
 
@@ -17,12 +17,14 @@ def check_host(
     host_copies: object,
     host_dtype: object,
     host_arrivals: object,
+    host_ahead_bytes: object,
     kv_dtype: object,
 ) -> None:
     """Raises for what a runner is asked for of host memory, and beside it.
 
     # Errors
-    `InvalidArgument` for copies or arrivals of no kind, or copies without memory for them;
+    `InvalidArgument` for copies or arrivals of no kind, bytes ahead that are no number of them, or
+    any of these without memory;
     `Unsupported` as `refuse_beside_host`.
     """
     if host_copies not in ("spill", "mirror"):
@@ -38,6 +40,11 @@ def check_host(
     if host_arrivals not in (None, "exact", "late"):
         got = shown(host_arrivals)
         raise InvalidArgument(f"host_arrivals: expected exact or late, got {got}")
+    if host_ahead_bytes is not None:
+        whole("host_ahead_bytes", host_ahead_bytes, 0)
+        if host_bytes is None:
+            got = shown(host_ahead_bytes)
+            raise InvalidArgument(f"host_ahead_bytes: expected host_bytes beside {got}, got none")
     refuse_beside_host(host_bytes, "kv_dtype", kv_dtype)
 
 

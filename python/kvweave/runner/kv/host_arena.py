@@ -2,17 +2,21 @@
 
 All pages lie behind one another from the beginning, so that a kernel finds any of them from one
 address; but only a range of addresses is taken then. Memory behind them is reserved in chunks: it
-is touched, and pinned where a GPU is to read it, before the first page of a chunk is written.
+is touched, and pinned where a GPU is to read it, before the first page of a chunk is written. A
+thread may do so ahead of who needs it, so that nobody waits for that.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -21,11 +25,21 @@ from kvweave.errors import OutOfMemory
 from kvweave.runner.kv.near_device import cpus_near, do_on
 from kvweave.runner.kv.pinned import register, unregister
 from kvweave.runner.kv.tables import Int32
+from kvweave.runner.worker import Job, Worker
+
+_log = logging.getLogger(__name__)
+
+AHEAD_BYTES = 1 << 30
+"""Memory that a GPU's steps find reserved before they need it, where nobody says how much."""
 
 CHUNK_BYTES = 64 << 20
 """Memory that is reserved at once: a part of a second for touching and pinning it."""
 
+_TOUCHED_BYTES = 4 << 20
+"""Memory that is touched at once: Python's other threads wait for each such call."""
+
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+_HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _POPULATE_WRITE = 23
 """Linux's `MADV_POPULATE_WRITE`: touch all pages, and say so if there is no memory for them."""
 
@@ -36,12 +50,15 @@ class HostArena:
     `pages` are all of them. `pinned`: whether a GPU may read what has been reserved by now; on the
     CPU there is nothing to pin. `reserved` bytes are memory, the others addresses alone. The first
     chunk is reserved at once, so that a driver which pins nothing is known from the beginning.
+    `ahead`: all up to so many bytes behind the last that were asked for is reserved by a thread.
 
     # Errors
     `OutOfMemory` for what the host has no addresses for, or not even the memory of the first chunk.
     """
 
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, ahead: int = 0
+    ) -> None:
         size = math.prod(sizes) * dtype.itemsize
         self.device = device
         self._memory = _addresses(size)
@@ -57,7 +74,15 @@ class HostArena:
         weakref.finalize(held, unregister, self._registered)
         self._cpus = cpus_near(device)
         self.pinned = device.type == "cuda"
+        self._ahead = ahead
+        # Who reserves, of whoever needs a chunk and the thread that goes ahead.
+        self._reserving = threading.Lock()
+        self._needed = 1
+        self._going = False
         self._reserve(0)
+        self._worker = Worker("host memory")
+        weakref.finalize(self, self._worker.close, finish=False)
+        self._go_ahead()
 
     @property
     def reserved(self) -> int:
@@ -78,27 +103,89 @@ class HostArena:
         needed = np.zeros(len(self._there) + 1, np.int64)
         for at, step in zip(runs, (1, -1), strict=True):
             np.add.at(needed, at + (step < 0), step)
-        for chunk in np.flatnonzero((needed.cumsum()[:-1] > 0) & ~self._there).tolist():
+        chunks = np.flatnonzero(needed.cumsum()[:-1] > 0)
+        self._needed = max(self._needed, int(chunks[-1]) + 1)
+        for chunk in chunks[~self._there[chunks]].tolist():
             self._reserve(chunk)
+        self._go_ahead()
+
+    def wait(self) -> None:
+        """Returns when nothing is being reserved ahead any more."""
+        self._worker.wait()
 
     def _reserve(self, chunk: int) -> None:
-        start, end = (int(at) for at in self._starts[chunk : chunk + 2])
-        do_on(self._cpus, lambda: self._take(start, end - start))
-        self._there[chunk] = True
+        with self._reserving:
+            if not self._there[chunk]:
+                self.pinned = do_on(self._cpus, lambda: self._take(chunk))
+                self._there[chunk] = True
 
-    def _take(self, start: int, size: int) -> None:
-        """Touches a chunk, and pins it if all before could be pinned."""
-        try:
-            self._memory.madvise(_POPULATE_WRITE, start, size)
-        except OSError as error:
-            # An older system touches pages when they are first written.
-            if error.errno != errno.EINVAL:
+    def _take(self, chunk: int) -> bool:
+        """Touches a chunk, and pins it if all before could be pinned; whether it is."""
+        start, end = (int(at) for at in self._starts[chunk : chunk + 2])
+        self._touch(start, end)
+        if not self.pinned or not register(self._address + start, end - start, self.device):
+            return False
+        self._registered.append(self._address + start)
+        return True
+
+    def _touch(self, start: int, end: int) -> None:
+        for at in range(start, end, _TOUCHED_BYTES):
+            size = min(_TOUCHED_BYTES, end - at)
+            try:
+                self._memory.madvise(_POPULATE_WRITE, at, size)
+            except OSError as error:
+                # An older system touches pages when they are first written.
+                if error.errno == errno.EINVAL:
+                    return
                 raise _no_memory(size, error) from error
-        if not self.pinned:
-            return
-        self.pinned = register(self._address + start, size, self.device)
-        if self.pinned:
-            self._registered.append(self._address + start)
+
+    def _go_ahead(self) -> None:
+        """Has the next chunk be reserved aside, while there are fewer than are to be ready."""
+        needed = int(self._starts[self._needed])
+        until = int(np.searchsorted(self._starts, needed + self._ahead, side="right")) - 1
+        missing = np.flatnonzero(~self._there[:until])
+        may = self._ahead > 0 and (self.pinned or self.device.type != "cuda")
+        if len(missing) and may and not self._going:
+            self._going = True
+            self._worker.submit(_Ahead(self, int(missing[0])))
+
+    def reserve_ahead(self, chunk: int) -> None:
+        """Reserves a chunk that nobody needs yet. One that is not pinned is left to who needs it.
+
+        # Errors
+        `OutOfMemory`.
+        """
+        with self._reserving:
+            if not self._there[chunk]:
+                self._there[chunk] = do_on(self._cpus, lambda: self._take(chunk)) == self.pinned
+        if not self._there[chunk]:
+            self._ahead = 0
+
+    def went_ahead(self, error: BaseException | None) -> None:
+        """Goes on to the next chunk; where there was no memory it is left to who needs it."""
+        self._going = False
+        if error is None:
+            self._go_ahead()
+        else:
+            self._ahead = 0
+
+
+class _Ahead(Job):
+    """A chunk of an arena that is reserved before anybody needs it, and then the next one."""
+
+    def __init__(self, arena: HostArena, chunk: int) -> None:
+        # An arena that nobody else has is let go of.
+        self._arena, self._chunk = weakref.ref(arena), chunk
+
+    def run(self) -> None:
+        if (arena := self._arena()) is not None:
+            arena.reserve_ahead(self._chunk)
+
+    def end(self, error: BaseException | None) -> None:
+        if isinstance(error, OutOfMemory):
+            _log.warning("%s; no more is reserved ahead", error)
+        if (arena := self._arena()) is not None:
+            arena.went_ahead(error)
 
 
 def _addresses(size: int) -> mmap.mmap:
@@ -108,9 +195,14 @@ def _addresses(size: int) -> mmap.mmap:
     `OutOfMemory` where the process may not have so many.
     """
     try:
-        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     except (OSError, OverflowError, ValueError) as error:
         raise _no_memory(size, error) from error
+    if _HUGE_PAGES is not None:
+        # Large pages are touched and pinned sooner; a system without them says so.
+        with suppress(OSError):
+            memory.madvise(_HUGE_PAGES)
+    return memory
 
 
 def _no_memory(size: int, error: Exception) -> OutOfMemory:

@@ -20,7 +20,7 @@ from kvweave.cache import KvCache, KvShape
 from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
 from kvweave.runner.kv.aside import Arrival, Aside
-from kvweave.runner.kv.host_arena import HostArena
+from kvweave.runner.kv.host_arena import AHEAD_BYTES, HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.transfers import MAY_PASS, Transfers
@@ -296,13 +296,15 @@ def make_host_pools(
     copies: str = "spill",
     dtype: str | None = None,
     arrivals: str = "exact",
+    ahead: int | None = None,
 ) -> Mapping[int, HostPool]:
     """The pools of a cache's head groups, by their numbers, of so many bytes together.
 
     None where `host_bytes` is. Each has a share by its heads, and takes
     memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
     are spilled. `dtype`: "fp8" keeps them in a byte a number, None as they are. `arrivals`: "late"
-    has rankings take effect late, "exact" has their steps wait for what they bring.
+    has rankings take effect late, "exact" has their steps wait for what they bring. `ahead`: bytes
+    that are reserved before they are needed, by a thread; None for some on a GPU, none elsewhere.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
@@ -325,22 +327,35 @@ def make_host_pools(
     least = 2 * heads * shape.page_bytes
     if host_bytes < least:
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
+    if ahead is None:
+        ahead = AHEAD_BYTES if arena.is_cuda else 0
+
+    def share(of: int, budget: PageBudget) -> int:
+        return of * budget.heads // heads
+
     return {
         budget.group: _made(
-            budget, shape, arena, host_bytes * budget.heads // heads, copies, arrivals
+            budget, shape, arena, share(host_bytes, budget), share(ahead, budget), copies, arrivals
         )
         for budget in budgets
     }
 
 
 def _made(
-    budget: PageBudget, of: KvShape, arena: torch.Tensor, size: int, copies: str, arrivals: str
+    budget: PageBudget,
+    of: KvShape,
+    arena: torch.Tensor,
+    size: int,
+    ahead: int,
+    copies: str,
+    arrivals: str,
 ) -> HostPool:
     shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
     cache = KvCache(shape, arena_bytes=size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
     rounds = of.dtype == "fp8_e4m3"
-    home = HostArena(sizes, torch.float8_e4m3fn if rounds else arena.dtype, arena.device)
+    dtype = torch.float8_e4m3fn if rounds else arena.dtype
+    home = HostArena(sizes, dtype, arena.device, ahead)
     scales = None
     if rounds:
         scales = torch.zeros((sizes[0], 2), dtype=torch.uint8, device=arena.device)

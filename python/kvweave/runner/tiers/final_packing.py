@@ -32,7 +32,7 @@ from kvweave.runner.report import PackingReport
 from kvweave.runner.tiers.chosen_formats import ChosenFormats
 from kvweave.runner.tiers.packed_losses import Part, most_lost, packed_part, relative, sampled
 from kvweave.runner.tiers.strategies import Strategies, has_own_basis, shared_basis
-from kvweave.runner.tiers.worker import Job, Worker
+from kvweave.runner.worker import Job, Worker
 
 NO_ROOM = "no room for its copy on the host"
 

@@ -15,7 +15,7 @@ from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import StoredDocument
 from kvweave.runner.tiers.read_tier import ReadTier
 from kvweave.runner.tiers.trouble import Trouble
-from kvweave.runner.tiers.worker import Job, Worker
+from kvweave.runner.worker import Job, Worker
 
 NEEDED, PREFETCHED = 0, 1
 """What goes first: what a request needs whose turn has come, or that was decoded already; then what

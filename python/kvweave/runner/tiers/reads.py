@@ -9,7 +9,7 @@ from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.loads import InFlight, Load, Wanted
 from kvweave.runner.tiers.read_tier import ReadTier
 from kvweave.runner.tiers.trouble import Trouble
-from kvweave.runner.tiers.worker import Worker
+from kvweave.runner.worker import Worker
 
 
 class Reads:

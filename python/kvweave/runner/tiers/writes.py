@@ -8,7 +8,7 @@ from kvweave.errors import StoreFull
 from kvweave.runner.tiers.document_form import StoredDocument
 from kvweave.runner.tiers.read_tier import ReadTier
 from kvweave.runner.tiers.trouble import Trouble
-from kvweave.runner.tiers.worker import Job, Worker
+from kvweave.runner.worker import Job, Worker
 
 
 class _Write(Job):
