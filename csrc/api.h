@@ -236,6 +236,7 @@ struct ScorePagesParams {
   uint32_t interleaved;  // pairs are neighbours
   uint32_t first_rank;   // without heads: KV head g has table 0, rank first_rank + g
   uint32_t width;        // of a row of scores
+  uint32_t rows;         // whose windows all thread blocks share; 0: each row has `chunks` of them
   uint32_t chunks;       // thread blocks of a row
   uint32_t summed;       // over the query heads of a KV head; else the highest counts
   float scale;
@@ -462,7 +463,7 @@ static_assert(sizeof(PageBoundsParams) == 112, "params.rs says 112 bytes");
 static_assert(sizeof(MergeStatesParams) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotatedVectors) == 56, "params.rs says 56 bytes");
 static_assert(sizeof(RotateRowsParams) == 160, "params.rs says 160 bytes");
-static_assert(sizeof(ScorePagesParams) == 144, "choice_params.rs says 144 bytes");
+static_assert(sizeof(ScorePagesParams) == 152, "choice_params.rs says 152 bytes");
 static_assert(sizeof(EstimatePagesParams) == 192, "choice_params.rs says 192 bytes");
 static_assert(sizeof(SelectPagesParams) == 56, "choice_params.rs says 56 bytes");
 static_assert(sizeof(GatherEntriesParams) == 96, "params.rs says 96 bytes");

@@ -306,6 +306,30 @@ def test_products_are_the_same_whoever_else_is_scored(bounds, generator) -> None
     assert torch.equal(last[0].view(torch.int32), bits[-1])
 
 
+@pytest.mark.parametrize("requests", [3, 400, 1100])
+@pytest.mark.parametrize("few", [True, False])
+def test_few_of_many_requests_list_pages(requests, few, generator) -> None:
+    """Of 2048 rows or fewer thread blocks share the windows of 64 entries; of more each has own."""
+    lengths = [0 if few else 3] * requests
+    for at, length in ((0, 1), (1, 2500), (2, 64), (-1, 65), (requests // 2, 1300)):
+        lengths[at] = length
+    call = Scored.of(lengths, 2, 8, 128, generator, torch.bfloat16, (0, 300, 0, -7))
+    call.bounds = call.bounds.bfloat16().float()
+    call.bounds[call.entries[70, 0].item(), 0, 3] = torch.nan
+    call.bounds[call.entries[80, 0].item(), 1, 5] = torch.inf
+    wanted, counts = call.here(width=2600)
+    kept = call.bounds[:, :2].bfloat16().cuda().contiguous()
+    entries, offsets = there(call.entries, call.offsets)
+    pages = replace(call.pages("cuda"), bounds=kept)
+    for width in (2600, 1000):
+        given = {"entry_offsets": offsets, "width": width}
+        got, listed = ops.score_pages(call.q.cuda(), entries, pages, **given)
+        assert torch.equal(listed.cpu(), counts.clamp(max=width))
+        torch.testing.assert_close(
+            got.cpu(), wanted[..., :width], rtol=1e-4, atol=1e-3, equal_nan=True
+        )
+
+
 def test_nan_and_infinities_reach_the_score(generator) -> None:
     call = Scored.of([70], 2, 4, 128, generator)
     call.bounds[call.entries[3, 0].item(), 0, 127] = torch.nan

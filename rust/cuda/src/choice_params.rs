@@ -34,7 +34,10 @@ pub(crate) struct ScorePagesParams {
     /// Without heads: the page of KV head 0.
     pub(crate) first_rank: u32,
     pub(crate) width: u32,
-    /// Thread blocks of a row of scores, which share its windows of 64 entries.
+    /// Rows of scores, whose windows of 64 entries all thread blocks share evenly; 0 where each
+    /// row has `chunks` of them.
+    pub(crate) rows: u32,
+    /// Thread blocks of a row of scores, which share its windows.
     pub(crate) chunks: u32,
     /// Whether scores of the query heads of a KV head are summed; else the highest counts.
     pub(crate) summed: u32,
@@ -118,6 +121,6 @@ pub(crate) struct SelectPagesParams {
     pub(crate) recent: u32,
 }
 
-const _: () = assert!(size_of::<ScorePagesParams>() == 144);
+const _: () = assert!(size_of::<ScorePagesParams>() == 152);
 const _: () = assert!(size_of::<EstimatePagesParams>() == 192);
 const _: () = assert!(size_of::<SelectPagesParams>() == 56);

@@ -24,6 +24,8 @@ const WINDOW: usize = 64;
 const MOST_WINDOWS: usize = 16;
 /// Thread blocks of a processor, beyond which each has more windows.
 const BLOCKS: usize = 4;
+/// Rows whose windows a thread block counts: `kMostRows` of the kernel.
+const SHARED_ROWS: usize = 2048;
 /// Largest head dims of the kernels.
 const DIMS: [usize; 3] = [64, 128, 256];
 
@@ -97,7 +99,13 @@ impl CudaBackend {
         if rows == 0 {
             return Ok(());
         }
-        let blocks = blocks_of("pages to score", rows.saturating_mul(params.chunks as usize))?;
+        let blocks = if params.rows > 0 {
+            let windows = call.width.div_ceil(WINDOW).max(1);
+            shared_blocks(rows, windows, self.processors() as usize)
+        } else {
+            rows.saturating_mul(params.chunks as usize)
+        };
+        let blocks = blocks_of("pages to score", blocks)?;
         let shared_bytes = shared_bytes_of(call, params.group as usize)?;
         let grid = Grid {
             blocks: [blocks, 1, 1],
@@ -171,6 +179,7 @@ fn params_of(
     let rows = requests.saturating_mul(kv_heads);
     let windows = width.div_ceil(WINDOW).max(1);
     let chunks = if is_tiled(call) { chunks_of(rows, windows, processors) } else { windows };
+    let is_shared = is_tiled(call) && can_share(rows, windows);
     let pages = call.bounds.len / (call.numbers.vectors() * head_dim);
     Ok(ScorePagesParams {
         q: call.q.tensor.address,
@@ -193,11 +202,24 @@ fn params_of(
         interleaved: u32::from(call.pairing == Pairing::Interleaved),
         first_rank: narrow("layer", first_rank)?,
         width: narrow("width of scores", width)?,
+        rows: if is_shared { narrow("rows", rows)? } else { 0 },
         chunks: narrow("width of scores", chunks)?,
         summed: u32::from(call.shared == SharedScore::Sum),
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
     })
+}
+
+/// Whether thread blocks count the windows of all rows, each of which has up to so many.
+fn can_share(rows: usize, windows: usize) -> bool {
+    rows <= SHARED_ROWS && rows.saturating_mul(windows) <= i32::MAX.cast_unsigned() as usize
+}
+
+/// Thread blocks that share the windows of all rows: one for each, but where they are more than
+/// fill a device, and more again where each of those would have too many.
+fn shared_blocks(rows: usize, windows: usize, processors: usize) -> usize {
+    let all = rows.saturating_mul(windows);
+    all.min((BLOCKS * processors.max(1)).max(all.div_ceil(MOST_WINDOWS)))
 }
 
 /// Thread blocks of a row of so many windows: as many, but where they are more than fill a device.
@@ -227,7 +249,18 @@ fn expect_score(call: &ScorePagesLaunch<'_>) -> Result<(), CudaError> {
 
 #[cfg(test)]
 mod tests {
-    use super::{MOST_WINDOWS, chunks_of};
+    use super::{MOST_WINDOWS, SHARED_ROWS, can_share, chunks_of, shared_blocks};
+
+    #[test]
+    fn thread_blocks_are_those_that_fill_a_device_or_as_many_as_have_enough_to_do() {
+        assert_eq!(shared_blocks(2, 3, 132), 6);
+        assert_eq!(shared_blocks(144, 32, 132), 528);
+        assert_eq!(shared_blocks(64, 128, 132), 528);
+        assert_eq!(shared_blocks(64, 1024, 132), 4096);
+        assert_eq!(shared_blocks(1, 1, 0), 1);
+        assert!(can_share(SHARED_ROWS, 1 << 19) && !can_share(SHARED_ROWS, 1 << 20));
+        assert!(!can_share(SHARED_ROWS + 1, 1) && !can_share(2, usize::MAX));
+    }
 
     #[test]
     fn a_device_is_filled_before_thread_blocks_have_several_windows() {

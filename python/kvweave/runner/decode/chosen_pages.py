@@ -361,9 +361,9 @@ class _Budget:
         That leaves out last ones, which new tokens lie in: what these score does not matter, they
         are read in any case.
         """
-        tables = zip(spans[:, 0].tolist(), end.tolist(), strict=True)
-        other = np.concatenate([at + np.flatnonzero(~self.known[at:to]) for at, to in tables])
-        last = np.concatenate([np.arange(*ends) for ends in zip(end, spans[:, 1], strict=True)])
+        other = _ranges(spans[:, 0], end)
+        other = other[~self.known[other]]
+        last = _ranges(end, spans[:, 1])
         last = last[self.told[last] != array[last, 3]]
         if not len(other) + len(last):
             return
@@ -384,6 +384,14 @@ class _Budget:
         if len(other):
             self.bounds.compute(array[other], self.places[other])
         self.known[other] = True
+
+
+def _ranges(begin: Int64, end: Int64) -> Int64:
+    """The numbers from each begin to its end, behind one another."""
+    sizes = np.maximum(end - begin, 0)
+    before = np.cumsum(sizes) - sizes
+    numbers: Int64 = np.arange(int(sizes.sum())) + np.repeat(begin - before, sizes)
+    return numbers
 
 
 def _width(entries: int) -> int:

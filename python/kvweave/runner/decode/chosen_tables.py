@@ -58,6 +58,21 @@ class _Ranking:
         return _Ranking(lists, brought, offsets, budgets, width)
 
 
+@dataclass(frozen=True)
+class _Join:
+    """The pages that one budget's requests wait for, B of them, which join when they come over.
+
+    `lists` i64 [B] of `room`; `spans` i32 [B, heads, 2]: where their entries begin and how far they
+    have come over. They begin at `begin` i32 [B, heads], and `coming` i32 [B, heads] are so many.
+    """
+
+    room: LateRoom
+    lists: torch.Tensor
+    spans: torch.Tensor
+    begin: torch.Tensor
+    coming: torch.Tensor
+
+
 class ChosenTables:
     """The tables that the heads of one step read, of B requests.
 
@@ -86,7 +101,7 @@ class ChosenTables:
         self.choices = choices
         self.offsets: torch.Tensor
         self.late: torch.Tensor | None = None
-        self._joins: list[tuple[LateRoom, torch.Tensor, slice]] = []
+        self._joins: list[_Join] = []
         self.rankings: list[_Ranking | None] = []
         self.left: list[torch.Tensor] = []
 
@@ -122,12 +137,13 @@ class ChosenTables:
             if room.late is not None:
                 if ranking is not None:
                     room.late.begin(ranking.lists)
+                lists = plan[:, KEPT].long()
+                coming = room.late.waits_for(lists)
+                ends[:, :, 0] += coming
                 if join and self.late is not None:
-                    lists = plan[:, KEPT].long()
                     both = self.late[:-1].view(len(spans), columns)[:, some].view(-1, heads, 2)
                     both[:] = begin[:, :, None]
-                    self._joins.append((room.late, lists, some))
-                ends[:, :, 0] += room.late.coming.index_select(0, plan[:, KEPT].long())
+                    self._joins.append(_Join(room.late, lists, both, begin, coming))
             left = plan[:, LEFT_BEGIN : LEFT_END + 1]
             left = torch.cat((left, left[:, 1:]), 1).reshape(-1)
             self.left.append(torch.nn.functional.pad(left, (0, 1)))
@@ -158,11 +174,9 @@ class ChosenTables:
         """
         if self.late is None:
             return None
-        rows = len(self._joins[0][1])
-        table = self.late[:-1].view(rows, -1)
-        for room, lists, some in self._joins:
-            both = table[:, some].view(rows, -1, 2)
-            torch.add(both[:, :, 0], room.there(lists), out=both[:, :, 1])
+        for join in self._joins:
+            there = join.room.is_there(join.lists)[:, None]
+            torch.addcmul(join.begin, join.coming, there, out=join.spans[:, :, 1])
         return self.entries, self.late
 
     def estimated(

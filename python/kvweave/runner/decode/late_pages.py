@@ -70,10 +70,13 @@ class LateRoom:
         """Has lists i64 [B] that are chosen anew be read from their beginning."""
         self.coming.index_fill_(0, lists, 0)
 
-    def there(self, lists: torch.Tensor) -> torch.Tensor:
-        """Of lists i64 [B] how many of the entries on their way have come over: i32 [B, heads]."""
-        arrived = self.arrived.index_select(0, lists)
-        return self.coming.index_select(0, lists) * arrived[:, None]
+    def waits_for(self, lists: torch.Tensor) -> torch.Tensor:
+        """Of lists i64 [B] how many of their entries were on their way: i32 [B, heads]."""
+        return self.coming.index_select(0, lists)
+
+    def is_there(self, lists: torch.Tensor) -> torch.Tensor:
+        """Of lists i64 [B] whether those have come over by now: i32 [B], 1 or 0."""
+        return self.arrived.index_select(0, lists)
 
     def note(self, ranks: tuple[int, int], lists: torch.Tensor, chosen: torch.Tensor) -> None:
         """Keeps the pages i32 [B, heads, K] that some heads have chosen for lists i64 [B]."""
