@@ -22,9 +22,9 @@ impl Number {
     ///
     /// # Errors
     /// `InvalidArgument` for anything else.
-    pub fn whole(&self, what: &str) -> Result<i64, Failure> {
+    pub fn whole(self, what: &str) -> Result<i64, Failure> {
         match self {
-            Self::Whole(number) => Ok(*number),
+            Self::Whole(number) => Ok(number),
             Self::Other(got) => Err(Failure::invalid(what, "a whole number", got)),
         }
     }

@@ -153,7 +153,7 @@ pub fn block_stride(blocks: &TensorRef) -> usize {
 
 fn span_of((window, sink, columns): &SpanArguments) -> Result<TableSpan, Failure> {
     let number = |what: &str, value: &Number| {
-        let value = value.whole(what)?;
+        let value = value.clone().whole(what)?;
         let known = i32::try_from(value).ok().and_then(|value| u32::try_from(value).ok());
         known.ok_or_else(|| Failure::invalid(what, "a number from 0 to 2^31 − 1", value))
     };
