@@ -78,8 +78,7 @@ def evaluate(
         from kvweave.lab.eval import evaluate as measure
 
         wanted, part = read_policies(policies), Shard.read(shard)
-        chosen = task_of(task, length, corpus, layout)
-        runner = make_runner(length)
+        chosen, runner = task_of(task, length, corpus, layout), make_runner(length)
     found = measure(
         runner,
         chosen,
