@@ -23,10 +23,10 @@ from benchmarks.cases.packed_decode import random_bases
 from benchmarks.device.models import random_model
 from kvweave import OutOfMemory, PoolFull, Runner, Sampling, ops
 from kvweave.lab.bench.rows import Row, expect
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Packing
 from kvweave.runner.decode import Decoding
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.request_kv import RequestKv
 from kvweave.runner.prefill.chunks import spans
 

@@ -27,8 +27,8 @@ from benchmarks.report.record import machine
 from kvweave import models, ops
 from kvweave.lab.eval.corpus import corpus_of, halves
 from kvweave.lab.eval.statistics import Bootstrap, Interval
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Packing, Runner, Segment, Strategy
-from kvweave.runner.kv.packing import PAGE_TOKENS
 
 PRESETS = ("int4", "half-int4", "quarter-bf16", "planes-3")
 CALIBRATION_TOKENS = 1024

@@ -232,6 +232,7 @@ BAD_ADMISSIONS = [
     ({"segments": [(0, 16)]}, InvalidArgument, r"segment 0: expected \(start.* got \(0, 16\)"),
     ({"segments": [(0, 8, ""), 7]}, InvalidArgument, r"segment 1: expected .* got 7"),
     ({"segments": [(0.5, 8, "")]}, InvalidArgument, r"segment 0: expected .* got \(0.5, 8, ''\)"),
+    ({"segments": [(0, True, "")]}, InvalidArgument, r"segment 0: expected .* got \(0, True, ''\)"),
     ({"segments": [(0, 1 << 70, "")]}, InvalidArgument, r"expected a .* range inside \[0, 40\)"),
     ({"segments": 5}, InvalidArgument, r"segments: expected a sequence of \(start.*, got 5"),
     ({"segments": iter(())}, InvalidArgument, "segments: expected a sequence of"),
@@ -319,6 +320,8 @@ def test_head_maps_come_and_go_as_json() -> None:
     for text in ("", "{}", whole.to_json().replace('"schema_version": 1', '"schema_version": 9')):
         with pytest.raises(kvweave.CorruptHeadMap, match="expected .* got"):
             kvweave.HeadClassMap.from_json(text)
+    with pytest.raises(kvweave.CorruptHeadMap, match='expected JSON text, got .* a file: "maps/h'):
+        kvweave.HeadClassMap.from_json("maps/heads.json")
     with pytest.raises(kvweave.CorruptHeadMap, match='expected a map of model "other"'):
         KvCache(shape, blocks=8, heads=whole, fingerprint="other")
     with pytest.raises(kvweave.CorruptHeadMap, match="expected 3 layers"):

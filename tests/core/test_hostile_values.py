@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvweave
-from kvweave import CorruptPayload, InvalidArgument, KvCache, KvShape, KvweaveError, ops
+from kvweave import (
+    CorruptPayload,
+    InvalidArgument,
+    KvCache,
+    KvShape,
+    KvweaveError,
+    Provenance,
+    Store,
+    ops,
+)
 from kvweave.payload import KvPayload
+from kvweave.scheduler import Scheduler
 from paged import reads, rope_table
 
 HALF = "\ud800"
@@ -124,7 +135,55 @@ def test_numbers_beyond_64_bits_are_out_of_range(call, bits, sign) -> None:
     assert len(str(told.value)) < 700
 
 
-@pytest.mark.parametrize("number", [-1, 2**64, -(2**70)])
+SIZES = {"dtype": "bf16", "layout": "payload", "layers": 1, "kv_heads": 2, "head_dim": 8}
+NAMED: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(
+        ("capacity_bytes", "quota_bytes", "threads"), lambda folder, given: Store(folder, **given)
+    ),
+    "bytes": lambda folder, given: Store(folder).set_quota("tenant", **given),
+    **dict.fromkeys(
+        ("layers", "kv_heads", "head_dim"),
+        lambda _, given: Provenance("model", **{**SIZES, **given}),
+    ),
+    "page_tokens": lambda _, given: KvShape(1, 2, 8, **given),
+    **dict.fromkeys(
+        ("blocks", "arena_bytes"), lambda _, given: KvCache(KvShape(1, 2, 8, 4), **given)
+    ),
+    **dict.fromkeys(
+        ("token_budget", "chunk_tokens", "max_running", "span_tokens"),
+        lambda _, given: Scheduler(small_cache(), **given),
+    ),
+    "kept": lambda _, given: ops.PackedFormat("top-r", 8, 4, **given),
+    "layer": lambda _, given: ops.write_pages(**writing(**given)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("wrong", ["1G", "", b"1", 1.5, True, np.float32(1), [1], float("nan")])
+def test_what_is_no_whole_number_is_refused_by_name(name, wrong, tmp_path) -> None:
+    with pytest.raises(InvalidArgument) as told:
+        NAMED[name](str(tmp_path / "kv"), {name: wrong})
+    assert str(told.value) == f"{name}: expected a whole number, got {wrong!r}"
+    assert (told.value.expected, told.value.got) == ("a whole number", repr(wrong))
+
+
+def test_whole_numbers_of_numpy_and_torch_are_taken(tmp_path) -> None:
+    for one in (np.int64(1), np.uint8(1), torch.tensor(1)):
+        Store(tmp_path / "kv", capacity_bytes=one, threads=one)
+        assert KvShape(one, one, 8) == KvShape(1, 1, 8)
+        assert Provenance("model", **{**SIZES, "layers": one}) == Provenance("model", **SIZES)
+
+
+def test_what_shows_itself_by_an_error_is_refused_too(tmp_path) -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    with pytest.raises(InvalidArgument, match="^capacity_bytes: expected a whole number, got"):
+        Store(tmp_path / "kv", capacity_bytes=Mute())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [-1, 2**64, -(2**70), "1", 1.5, None, True])
 def test_a_regime_is_64_bits(number) -> None:
     cache = small_cache()
     assert cache.match_prefix(TOKENS, regime=2**64 - 1) == 0

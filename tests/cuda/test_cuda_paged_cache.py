@@ -11,7 +11,7 @@ import kvweave
 from cache_names import by_name
 from families import tiny
 from generated import padded, prompt_ids, said
-from kvweave.runner.kv.packing import PAGE_TOKENS
+from kvweave.packed_page import PAGE_TOKENS
 from versions import needs_cuda
 
 pytestmark = needs_cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,12 @@ def said_behind(
         sequence.tokens[-1] = said[0]
     seen = steps_of(runner, sequence, steps, None if said is None else said[1:])
     return list(sequence.tokens), [first, *seen]
+
+
+def apart(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """The largest difference of the logits of as many steps, wherever these lie."""
+    pairs = zip(one, other, strict=True)
+    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in pairs)
 
 
 def nothing_is_held(runner: Runner) -> bool:

@@ -159,6 +159,21 @@ def test_a_length_that_does_not_hold_the_job_is_said_at_once(runner: Runner) -> 
 # ---- the command -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("dtype", "other"), [("f32", "bf16"), ("bf16", "f16")])
+def test_a_profile_is_of_a_dtype_that_commands_are_told(
+    dtype: str, other: str, chatting: tuple[Any, Any], tmp_path: Path
+) -> None:
+    for part in chatting:
+        part.save_pretrained(tmp_path)
+    out, of = tmp_path / "profile.json", ("--dtype", dtype)
+    made = call("certify", tmp_path, "--kl", 1e3, "--quick", "--samples", 2, "--out", out, *of)
+    assert made.exit_code == 0, made.output
+    asked = ("generate", "Who?", "--model", tmp_path, "--profile", out, "--max-new-tokens", 1)
+    said = call(*asked, *of)
+    assert said.exit_code == 0, said.output
+    assert "policy profile" in refused(*asked, "--dtype", other)
+
+
 def test_the_command_writes_a_profile_that_generate_takes(
     chatting: tuple[Any, Any], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from certificates import with_tokenizer
 from commands import call, refused
 from eval_samples import measured, without_times
 from families import tiny
@@ -435,6 +436,25 @@ def test_the_command_refuses_before_a_model_is_loaded(tmp_path: Path) -> None:
     assert "s.json" in refused("eval", "--suite", tmp_path / "s.json")
     assert "expected i/n" in refused("eval", "--shard", "2/1")
     assert "one of ratio, spread" in refused("eval", "--policies", "cacheblend:share=1")
+
+
+@pytest.mark.parametrize(("dtype", "measured"), [(None, "float32"), ("bf16", "bfloat16")])
+@pytest.mark.parametrize("suite", [False, True])
+def test_the_command_measures_in_a_dtype(
+    suite: bool, dtype: str | None, measured: str, tmp_path: Path
+) -> None:
+    for part in with_tokenizer():
+        part.save_pretrained(tmp_path)
+    log, words = tmp_path / "log.jsonl", ["--length", 128, "--samples", 1, "--policies", "naive"]
+    if suite:
+        job = {"task": "lm", "length": 128, "samples": 1}
+        path = tmp_path / "small.json"
+        path.write_text(json.dumps({"jobs": [job], "policies": "naive"}))
+        words = ["--suite", path]
+    words += [] if dtype is None else ["--dtype", dtype]
+    done = call("eval", "--model", tmp_path, "--log", log, *words)
+    assert done.exit_code == 0, done.output
+    assert json.loads(log.read_text().splitlines()[0])["dtype"] == measured
 
 
 def test_the_smoke_suite_is_measured_and_reported(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from kvweave.policies import Naive
 from kvweave.runner import Packing, Runner, Segment
 from kvweave.runner.kv.exact_firsts import ExactFirsts, add_without_first
 from kvweave.runner.tiers.choice import Speeds
-from packed_decoding import nothing_is_held, packed_runner, steps_of
+from packed_decoding import apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
 from tiered_runners import FAST, SLOW, Stated, logits_behind
 
@@ -79,9 +79,6 @@ def test_it_is_the_definition(model: Any, name: str, count: int | None) -> None:
     wanted, packed = (
         [each.prefill(prompt), *(each.step(token) for token in said[:-1])] for each in doubles
     )
-
-    def apart(one: Any, other: Any) -> float:
-        return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
     assert apart(packed, wanted) > 1e-4
     assert apart(logits, wanted) < 0.02 * apart(packed, wanted)

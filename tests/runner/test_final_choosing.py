@@ -18,7 +18,7 @@ from kvweave.runner import Runner, Strategy
 from kvweave.runner.hand_off import take_over
 from kvweave.runner.tiers.choice import Speeds
 from packed_choosing import expect_packed_choice
-from packed_decoding import RECENT, SINK, steps_of
+from packed_decoding import RECENT, SINK, apart, steps_of
 from page_meaning import Layer, Meaning, random_packing
 from ranked_pages import FULL, kinds_map, top_k
 from strategy_runners import (
@@ -71,10 +71,6 @@ def put(runner: Runner, docs: list[Any]) -> None:
 
 def parts_of(docs: list[Any]) -> list[Any]:
     return [fresh(70, 1), docs[0], fresh(30, 2), docs[1], fresh(90, 4)]
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 class ReadingChosen(DocumentDecoding):

@@ -13,7 +13,7 @@ from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh
 from head_maps import class_map
 from kvweave.runner import Runner, Strategy
-from packed_decoding import steps_of
+from packed_decoding import apart, steps_of
 from page_meaning import Layer, int4, random_packing
 from strategy_runners import (
     BLOCKS,
@@ -44,10 +44,6 @@ def seeing(model: Any, sights: Any, bound: float = 0.8, **settings: Any) -> Runn
     plain = Runner(model, max_tokens=64, check=False, progress=False)
     heads = class_map(np.asarray(sights, np.int32), plain.spec.fingerprint)
     return runner_of(model, bound, heads=heads, **settings)
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("sights", [MIXED, LOCAL])

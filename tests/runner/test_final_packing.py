@@ -19,7 +19,7 @@ from kvweave.runner import Packing, Runner, Segment
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.pool_bases import FIRST_OWN
 from kvweave.runner.tiers import final_packing
-from packed_decoding import nothing_is_held, packed_runner, steps_of
+from packed_decoding import apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import of_format, random_packing
 
 SIZES = {"head_dim": 16, "max_position_embeddings": 8192, "num_hidden_layers": 2}
@@ -67,10 +67,6 @@ def basis_of(runner: Runner, number: int) -> torch.Tensor:
     assert runner.packed is not None
     assert runner.packed.bases is not None
     return runner.packed.bases.bases.data[number]
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 @formats

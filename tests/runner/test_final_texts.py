@@ -18,7 +18,7 @@ from families import random_tokens
 from kvweave import PoolFull
 from kvweave.runner import Packing, Strategy
 from kvweave.runner.tiers import strategies
-from packed_decoding import packed_runner, steps_of
+from packed_decoding import apart, packed_runner, steps_of
 from page_meaning import Layer, int4, random_packing
 from strategy_runners import (
     BLOCKS,
@@ -41,10 +41,6 @@ def model() -> Any:
 
 
 # ---- how it is read -----------------------------------------------------------------------
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("page_tokens", [16])

@@ -16,7 +16,7 @@ from kvweave import Store
 from kvweave.runner import Runner
 from kvweave.runner.tiers.choice import Speeds
 from packed_choosing import ChoosingDecoding, expect_packed_choice
-from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
+from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import Meaning, random_packing
 from ranked_pages import FULL, kinds_map, logits_of_steps, top_k
 from tiered_runners import FAST, SLOW, Stated
@@ -45,10 +45,6 @@ def runner_of(
     packing, meaning = random_packing(name, 4, 64)
     heads = kinds_map(plain.spec, kinds)
     return packed_runner(model, kv_dtype=packing, heads=heads, **settings), meaning
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def sights_of(kinds: list[dict[str, Any]]) -> np.ndarray[Any, Any]:

@@ -23,6 +23,7 @@ from packed_decoding import (
     INT4,
     RECENT,
     SINK,
+    apart,
     nothing_is_held,
     packed_runner,
     said_behind,
@@ -56,11 +57,6 @@ def logits_of(
     asked = {"reserve_tokens": steps, "remember": False, "watched": False}
     with runner.prefill(prompt, policy, **asked) as done:
         return said_behind(runner, done, steps, said)
-
-
-def apart(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """The largest difference of logits."""
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def forget(runner: Runner) -> None:

@@ -13,7 +13,7 @@ from document_decoding import documents, fresh, insert_all
 from families import random_tokens, tiny
 from kvweave import PoolFull
 from kvweave.runner import Prefill, Runner
-from packed_decoding import nothing_is_held, packed_runner, steps_of
+from packed_decoding import apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
 
 SIZES = {"head_dim": 64, "max_position_embeddings": 4096, "num_hidden_layers": 2}
@@ -44,10 +44,6 @@ def said_by(runner: Runner, done: Prefill, said: list[int]) -> list[torch.Tensor
     sequence = decoding(runner, done, len(said) + 1)
     sequence.tokens[-1] = said[0]
     return steps_of(runner, sequence, len(said), [*said[1:], 0])
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def forget(runner: Runner) -> None:

@@ -15,7 +15,7 @@ from head_maps import class_map
 from kvweave import CorruptHeadMap, Unsupported
 from kvweave.errors import KvweaveError
 from kvweave.runner import Runner
-from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
+from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import Meaning, random_packing
 from ranked_pages import kinds_map, logits_of_steps, top_k
 from versions import needs_cuda
@@ -38,10 +38,6 @@ def runner_of(model: Any, kind: str, sights: Any, **settings: Any) -> tuple[Runn
     packing, meaning = random_packing(kind, 4, 64)
     given = {"max_tokens": 8192, "chunk_tokens": 150, **settings}
     return packed_runner(model, kv_dtype=packing, heads=heads, **given), meaning
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,7 @@ from kvweave.runner import Canary, Healing, Packing, Runner, Segment
 from kvweave.runner.kv.beside_packed import NOT_BESIDE_PACKED
 from kvweave.runner.kv.packed_pool import format_on
 from kvweave.runner.kv.packing import FORMATS
-from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
+from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
 from policy_profiles import profile
 from ranked_pages import logits_of_steps
 
@@ -33,12 +33,6 @@ STEPS = 70
 @pytest.fixture(scope="module")
 def model() -> Any:
     return tiny("llama", head_dim=64, max_position_embeddings=4096, num_hidden_layers=2)
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    """The largest difference of logits."""
-    pairs = zip(one, other, strict=True)
-    return max(float((a.cpu() - b.cpu()).abs().max()) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

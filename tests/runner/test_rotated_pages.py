@@ -17,6 +17,7 @@ from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNRO
 from packed_decoding import (
     PackedDecoding,
     SeenDecoding,
+    apart,
     nothing_is_held,
     packed_runner,
     steps_of,
@@ -38,11 +39,6 @@ def model() -> Any:
 def pages_of(model: Any) -> int:
     """Pages of a block."""
     return int(model.config.num_hidden_layers * model.config.num_key_value_heads)
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    """The largest difference of logits."""
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def expect_definition(

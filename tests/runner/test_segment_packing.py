@@ -23,7 +23,7 @@ from kvweave.runner.hand_off import take_over
 from kvweave.runner.kv.final_texts import FinalText
 from kvweave.runner.tiers import final_packing, strategies
 from kvweave.runner.tiers.final_packing import NO_ROOM
-from packed_decoding import PackedDecoding, nothing_is_held, packed_runner, steps_of
+from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import Layer, Meaning, int4, of_format, random_packing
 from ranked_pages import FULL, kinds_map, top_k
 from strategy_runners import (
@@ -84,10 +84,6 @@ def by_segments(meanings: Sequence[Meaning], rest: Meaning, size: int = SEGMENT)
         return torch.cat([k for k, _ in parts], 1), torch.cat([v for _, v in parts], 1)
 
     return meaning
-
-
-def apart(one: list[Any], other: list[Any]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 # ---- what is read -------------------------------------------------------------------------

@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
-    {"always_read", "arguments", "closing", "device_memory", "flops", "spare_slots"},
+    {"always_read", "arguments", "closing", "device_memory", "flops", "packed_page", "spare_slots"},
     {"cache", "ops", "scheduler", "store"},
     {"remote", "weight_sample"},
     {"drawn", "plan", "models", "payload"},
@@ -49,7 +49,7 @@ PYTHON_LAYERS = [
 # Importing kvweave must not cost a framework: these are for those who need them.
 HEAVY = {"torch", "transformers", "matplotlib", "vllm", "kvpress"}
 HEAVY_FREE = {"__init__", "always_read", "errors", "flops", "cache", "remote", "scheduler", "store"}
-HEAVY_FREE |= {"weight_sample"}
+HEAVY_FREE |= {"packed_page", "weight_sample"}
 FRAMEWORKS = {
     "transformers": {"runner", "adapters", "models", "demo"},
     "vllm": {"adapters"},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors
-from kvweave.cli.profile_heads import read_dtype
+from kvweave.cli.dtype import Dtype, read_dtype
 from kvweave.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -52,9 +52,7 @@ def certify(
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
-    ] = None,
+    dtype: Dtype = None,
 ) -> None:
     """Find the cheapest policy within a bound, on text of one half, and certify it on the other."""
     if (kl is None) == (score_drop is None):

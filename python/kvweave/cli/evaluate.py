@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvweave.cli.console import err, out, user_errors, write_json
+from kvweave.cli.dtype import Dtype, read_dtype
 
 if TYPE_CHECKING:
     from kvweave.lab.eval import Evaluation
@@ -29,6 +32,7 @@ def evaluate(
         str, typer.Option(help="A packaged model, a folder, or owner/name.")
     ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Dtype = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     layout: Annotated[
         str | None, typer.Option(help="How documents stand: plain, even, moved, permuted, ….")
@@ -65,16 +69,16 @@ def evaluate(
         from kvweave.lab.drawing import check_suffix
 
         check_suffix(plot)
+    make_runner = partial(_runner, model, dtype, device)
     if suite is not None:
-        _evaluate_suite(suite, model, device, shard, log, json)
+        _evaluate_suite(suite, model, make_runner, shard, log, json)
         return
     with err().status(f"loading {model}"):
         from kvweave.lab.eval import Shard, read_policies, task_of
         from kvweave.lab.eval import evaluate as measure
 
         wanted, part = read_policies(policies), Shard.read(shard)
-        chosen = task_of(task, length, corpus, layout)
-        runner = _runner(model, device, length)
+        chosen, runner = task_of(task, length, corpus, layout), make_runner(length)
     found = measure(
         runner,
         chosen,
@@ -101,7 +105,12 @@ def _show(found: Evaluation, model: str, json: Path | None, plot: Path | None) -
 
 
 def _evaluate_suite(
-    name: str, model: str, device: str, shard: str, log: Path | None, json: Path | None
+    name: str,
+    model: str,
+    make_runner: Callable[[int], Runner],
+    shard: str,
+    log: Path | None,
+    json: Path | None,
 ) -> None:
     with err().status(f"loading {model}"):
         from kvweave.lab.eval import Shard, evaluate_suite, read_policies, suite_of, tasks_of
@@ -112,7 +121,7 @@ def _evaluate_suite(
         # What cannot be measured is said before a model is loaded.
         read_policies(chosen.policies)
         tasks_of(chosen)
-        runner = _runner(model, device, chosen.longest)
+        runner = make_runner(chosen.longest)
     found = report_of(evaluate_suite(runner, chosen, shard=part, log=log))
     for table in tables_of(found):
         out().print(table, highlight=False)
@@ -120,10 +129,10 @@ def _evaluate_suite(
         write_json(json, {"model": model, "suite": chosen.name, **found.to_dict()})
 
 
-def _runner(model: str, device: str, length: int) -> Runner:
+def _runner(model: str, dtype: str | None, device: str, length: int) -> Runner:
     """A runner with room for a prompt of that length, its segments, and two answers."""
     from kvweave import models
     from kvweave.runner import Runner
 
-    loaded, tokenizer = models.load(model, device=device)
+    loaded, tokenizer = models.load(model, read_dtype(dtype), device=device)
     return Runner(loaded, tokenizer, max_tokens=4 * length + 4096)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvweave.cli.console import err, user_errors
+from kvweave.cli.dtype import Dtype, read_dtype
 from kvweave.cli.prompt_file import (
     FILE_HELP,
     PROMPT_HELP,
@@ -26,6 +27,7 @@ def generate(
         str, typer.Option(help="A packaged model, a folder, or owner/name.")
     ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Dtype = None,
     policy: Annotated[
         str | None, typer.Option(help="How reused text is corrected; the profile's, or foresight.")
     ] = None,
@@ -51,7 +53,7 @@ def generate(
         chosen = None if policy is None else policy_of(policy)
         certified = None if profile is None else PolicyProfile.read(profile)
         sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-        loaded, tokenizer = models.load(model, device=device)
+        loaded, tokenizer = models.load(model, read_dtype(dtype), device=device)
         runner = Runner(loaded, tokenizer, profile=certified)
     if chat:
         parts = chat_parts(tokenizer, parts)

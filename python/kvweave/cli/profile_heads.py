@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors
+from kvweave.cli.dtype import Dtype, read_dtype
 from kvweave.errors import CorruptHeadMap, InvalidArgument
 
 if TYPE_CHECKING:
-    import torch
-
     from kvweave.cache import HeadClassMap
     from kvweave.cli.recorded_scores import RecordedScores
     from kvweave.lab.profile import DuoPattern, Stability
@@ -62,9 +61,7 @@ def profile_heads(
     rerank_every: Annotated[int, typer.Option(min=1, help="Steps between its rankings.")] = 16,
     estimate: Annotated[bool, typer.Option(help="Estimate those it does not read.")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[
-        str | None, typer.Option(help="f32, bf16 or f16; f32 on a CPU, bf16 on a GPU.")
-    ] = None,
+    dtype: Dtype = None,
     scores: Annotated[Path | None, typer.Option(help="Take an earlier map's scores.")] = None,
     duo: Annotated[
         Path | None, typer.Option(help="Import DuoAttention's full_attention_heads.tsv instead.")
@@ -186,16 +183,6 @@ def _draw_stability(made: HeadClassMap, title: str, path: Path) -> None:
     from kvweave.lab.drawing import save_stability
 
     save_stability(path, json.loads(made.to_json())["evidence"].get("stability", {}), title)
-
-
-def read_dtype(name: str | None) -> torch.dtype | None:
-    """A dtype by its short name, None for none; raises InvalidArgument for another name."""
-    import torch
-
-    known = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-    if name is not None and name not in known:
-        raise InvalidArgument(f"dtype: expected one of {', '.join(known)}, got {name!r}")
-    return None if name is None else known[name]
 
 
 def _lengths(text: str) -> list[int]:

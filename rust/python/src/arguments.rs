@@ -10,6 +10,7 @@ use pyo3::prelude::*;
 use crate::dlpack::{Borrowed, borrow};
 use crate::dtype::DType;
 use crate::failure::Failure;
+use crate::scalars::Number;
 use crate::tensor::{Stored, TensorRef};
 
 /// Tables of [N], [N, `COLUMNS`] or [tables, N, 2] i32.
@@ -159,7 +160,7 @@ pub fn scales_of(kv_scales: Option<(f32, f32)>) -> KvScales {
 }
 
 /// A count or index that came as a Python int.
-pub fn count(what: &str, value: impl Into<i64>) -> Result<usize, Failure> {
-    let value = value.into();
+pub fn count(what: &str, value: impl Into<Number>) -> Result<usize, Failure> {
+    let value = value.into().whole(what)?;
     usize::try_from(value).map_err(|_| Failure::invalid(what, "at least 0", value))
 }

@@ -464,7 +464,10 @@ fn marks(segments: &Bound<'_, PyAny>) -> Result<Vec<Mark>, Failure> {
     let items = listed.ok_or_else(|| refused("segments".into(), &sequence, segments))?;
     let mark = |(number, item): (usize, PyResult<Bound<'_, PyAny>>)| {
         let item = item.map_err(|_| refused("segments".into(), &sequence, segments))?;
-        item.extract::<Mark>().map_err(|_| refused(format!("segment {number}"), EXPECTED, &item))
+        match item.extract::<Mark>() {
+            Ok(mark @ (Number::Whole(_), Number::Whole(_), _)) => Ok(mark),
+            _ => Err(refused(format!("segment {number}"), EXPECTED, &item)),
+        }
     };
     items.enumerate().map(mark).collect()
 }
@@ -472,7 +475,7 @@ fn marks(segments: &Bound<'_, PyAny>) -> Result<Vec<Mark>, Failure> {
 fn marked(segments: &[Mark]) -> Result<Vec<MarkedSegment<'_>>, Failure> {
     let mark = |segment| {
         let (start, end, namespace): &(Number, Number, String) = segment;
-        let (start, end) = (count("segment start", *start)?, count("segment end", *end)?);
+        let (start, end) = (count("segment start", start)?, count("segment end", end)?);
         Ok(MarkedSegment { start, end, namespace })
     };
     segments.iter().map(mark).collect()

@@ -89,9 +89,10 @@ pub struct Kept<'a> {
     pub token_bytes: Option<Number>,
 }
 
-pub fn packed_kind(name: &str, of: &Kept<'_>, head_dim: usize) -> Result<PackedKind, Failure> {
+pub fn packed_kind(name: &str, of: Kept<'_>, head_dim: usize) -> Result<PackedKind, Failure> {
     let whole = of.kept.is_none() && of.channels.is_none() && of.numbers.is_none();
-    let whole = whole && i64::from(of.group) == 1;
+    let group = of.group.whole("group")?;
+    let whole = whole && group == 1;
     let got = || format!("{name:?}");
     match name {
         "int4" | "int8" | "planes" if !whole => {
@@ -110,7 +111,7 @@ pub fn packed_kind(name: &str, of: &Kept<'_>, head_dim: usize) -> Result<PackedK
             let kept = of.kept.ok_or_else(|| Failure::invalid("kept", "a number", "none"))?;
             Ok(PackedKind::TopR(TopR {
                 kept: count("kept", kept)?,
-                group: count("group", of.group)?,
+                group: count("group", group)?,
                 channels: of.channels.map_or(Ok(head_dim), |some| count("channels", some))?,
                 numbers: kept_numbers(of.numbers.unwrap_or("bf16"))?,
             }))
@@ -155,7 +156,7 @@ pub fn advice(
         _ => return Err(Failure::invalid("past", "first or plain", format!("{past:?}"))),
     };
     let outside = |what, most: u32, got| Failure::invalid(what, format!("0 to {most}"), got);
-    let (priority, cost) = (i64::from(priority), i64::from(cost));
+    let (priority, cost) = (priority.whole("priority")?, cost.whole("cost")?);
     Ok(Advice {
         priority: u8::try_from(priority)
             .map_err(|_| outside("priority", u8::MAX.into(), priority))?,

@@ -73,7 +73,7 @@ impl PackedFormat {
         let checks = || {
             let (tokens, dim) = (count("page_tokens", page_tokens)?, count("head_dim", head_dim)?);
             let kept = Kept { kept, group, channels, numbers, token_bytes };
-            let kind = packed_kind(kind, &kept, dim)?;
+            let kind = packed_kind(kind, kept, dim)?;
             Ok((kind, scale_dtype(scales)?, tokens, dim))
         };
         let (kind, scales, tokens, dim) = raised(py, checks())?;

@@ -371,11 +371,11 @@ pub fn with_all<T>(
 }
 
 /// A layer or head: whatever does not fit is one that no model has.
-pub fn saturating_u32(what: &str, number: impl Into<i64>) -> Result<u32, Failure> {
+pub fn saturating_u32(what: &str, number: impl Into<Number>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, number)?).unwrap_or(u32::MAX))
 }
 
 /// A head group: whatever does not fit is one that no cache has.
-pub fn group_id(number: impl Into<i64>) -> Result<GroupId, Failure> {
+pub fn group_id(number: impl Into<Number>) -> Result<GroupId, Failure> {
     Ok(GroupId(u8::try_from(count("group", number)?).unwrap_or(u8::MAX)))
 }

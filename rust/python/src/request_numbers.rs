@@ -11,7 +11,7 @@ use crate::failure::Failure;
 use crate::scalars::Number;
 
 /// The number of a request.
-pub fn request_id(number: impl Into<i64>) -> Result<RequestId, Failure> {
+pub fn request_id(number: impl Into<Number>) -> Result<RequestId, Failure> {
     Ok(RequestId(count("request", number)? as u64))
 }
 
@@ -31,7 +31,7 @@ impl<'py> Requests<'py> {
 
     pub fn ids(&self, what: &str) -> Result<Vec<RequestId>, Failure> {
         match self {
-            Self::List(list) => list.iter().map(|&number| request_id(number)).collect(),
+            Self::List(list) => list.iter().map(request_id).collect(),
             Self::Array(array) => {
                 array.tensor.expect_dtype(what, DType::I64)?;
                 array.tensor.expect_shape(what, &[("N", None)])?;

@@ -169,7 +169,7 @@ impl Scheduler {
     ) -> PyResult<()> {
         self.with(py, |scheduler| {
             let request = request_id(request)?;
-            let (priority, kind) = (i64::from(priority), i64::from(kind));
+            let (priority, kind) = (priority.whole("priority")?, kind.whole("kind")?);
             let arrival = Arrival {
                 request,
                 tokens: count("tokens", tokens)?,
@@ -269,7 +269,7 @@ impl Scheduler {
     /// Sets the share of a namespace beside those of weight 1.
     fn set_weight(&self, py: Python<'_>, namespace: Text<'_>, weight: Number) -> PyResult<()> {
         self.with(py, |scheduler| {
-            let weight = i64::from(weight);
+            let weight = weight.whole("weight")?;
             let weight = u32::try_from(weight)
                 .map_err(|_| Failure::invalid("weight", "1 to 2^32 − 1", weight))?;
             scheduler.set_weight(namespace.0, weight).map_err(Failure::from)

@@ -39,7 +39,7 @@ impl KvShape {
         ];
         call_core(py, || {
             let [layers, kv_heads, head_dim, page_tokens] = sizes.map(|(what, size)| {
-                let size = i64::from(size);
+                let size = size.whole(what)?;
                 u32::try_from(size).map_err(|_| Failure::invalid(what, "1 to 2^32 − 1", size))
             });
             let shape = core::KvShape::new(layers?, kv_heads?, head_dim?, page_tokens?, dtype);

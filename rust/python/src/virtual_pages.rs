@@ -56,7 +56,7 @@ impl VirtualPages {
     ) -> PyResult<Self> {
         let made = call_core(py, || {
             let parts: Result<Vec<u32>, Failure> =
-                parts.iter().map(|&part| saturating_u32("parts", part)).collect();
+                parts.iter().map(|part| saturating_u32("parts", part)).collect();
             let (pages, block_pages) =
                 (saturating_u32("pages", pages)?, saturating_u32("block_pages", block_pages)?);
             let arena_pages = count("arena_pages", arena_pages)? as u64;

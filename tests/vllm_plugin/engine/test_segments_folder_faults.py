@@ -155,6 +155,35 @@ def refused(*_: Any, **__: Any) -> None:
     raise StoreUnavailable("store: expected a disk, got none")
 
 
+def test_a_document_is_weighed_by_its_bytes_without_being_opened_again(
+    folder: Path, server: Server
+) -> None:
+    """Each is opened once to be listed, however often a prompt marks its text."""
+    other, told, opened = Server(folder, seed=1), [], []
+    for number in range(2):
+        assert other.insert(str(number), text((1 + number) * PAGE, 60 + number)) is None
+    kept, store = server.kept, server.kept.store
+
+    def shard(name: str) -> Any:
+        opened.append(name)
+        return store.shard(name)
+
+    def declined(size: int, *_: int) -> bool:
+        told.append(size)
+        return False
+
+    kept.store = Disk(store, shard=shard)
+    kept.weighing = SimpleNamespace(is_worth_reading=declined)
+    for number in (0, 1, 0, 1):
+        assert server.found(text((1 + number) * PAGE, 60 + number)) == 0
+    names = [name for *_, name in sorted(store.documents())]
+    sizes = [sum(store.shard(name).parts.values()) for name in names]
+    assert told == sizes * 2
+    assert sizes[0] < sizes[1]
+    assert sorted(opened) == sorted(names)
+    assert kept.counts()["brought_declined"] == 4
+
+
 def test_a_document_goes_from_the_device_whatever_its_folder_does(server: Server) -> None:
     """Else ranks whose disks do not fail alike would have other documents."""
     assert server.insert("one", small(1)) is None

@@ -10,7 +10,6 @@ import torch
 
 from families import tiny
 from kvweave import ops
-from kvweave.adapters.vllm import options
 from kvweave.adapters.vllm.options import PackedKind
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.adapters.vllm.segments.measured_pages import MOST_PAGES
@@ -21,7 +20,6 @@ from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
 from kvweave.policies import Full
-from kvweave.runner.kv import packing
 from kvweave.runner.kv.pool_bases import QUERY_ROWS, SHARED, SHARED_TOKENS, UNROTATED
 from packed_decoding import SeenDecoding
 from page_meaning import of_format
@@ -211,7 +209,6 @@ def test_bytes_are_the_formula(kind: Any, others: bool, arena: int, first: int |
 
 def test_names_are_those_of_formats() -> None:
     assert set(get_args(PackedKind)) == set(get_args(Preset))
-    assert options.MOST_FIRST == packing.MOST_FIRST
 
 
 def geometry(head_dim: int) -> Geometry:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import vllm_cpu_ops
-from benchmarks.vllm.server import free_port, running
+from benchmarks.vllm.server import free_port, running, samples
 from families import VOCABULARY
 
 # The server, and what it starts.
@@ -33,6 +32,8 @@ TEMPLATE = (
 )
 SPECIAL = ("<s>", "<|user|>", "<|system|>", "<|assistant|>", "<|end|>")
 START_S = 600
+OF_VLLM = ("engine", "model_name")
+"""Labels of metrics that vLLM has all of its own say, too."""
 
 
 def tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -105,14 +106,12 @@ def fetched(address: str, method: str, value: Any = None, key: str = KEY) -> tup
 
 def scraped(address: str) -> dict[str, float]:
     """Samples of `/metrics` whose names are ours, by name and labels of ours."""
-    with urlopen(f"{address}/metrics") as page:
-        text = page.read().decode()
     found = {}
-    for name, labels, value in re.findall(r"^(kvweave_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
-        kept = [
-            label for label in labels.split(",") if not label.startswith(("engine=", "model_name="))
-        ]
-        found[name.removeprefix("kvweave_") + f"{{{','.join(kept)}}}" * bool(kept)] = float(value)
+    for sample in samples(int(address.rpartition(":")[2])):
+        if sample.name.startswith("kvweave_"):
+            own = {name: sample.labels[name] for name in sample.labels if name not in OF_VLLM}
+            kept = ",".join(f'{name}="{value}"' for name, value in own.items())
+            found[sample.name.removeprefix("kvweave_") + f"{{{kept}}}" * bool(kept)] = sample.value
     return found
 
 

@@ -23,9 +23,10 @@ from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import Unsupported
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.policies import policy_of
 from kvweave.runner.kv.packed_pool import format_on
-from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import (
     OWN_SHARE,

@@ -13,9 +13,9 @@ from kvweave.adapters.transformers.paged_step import Attends, States
 from kvweave.adapters.transformers.ranked_rows import RankedEntries, RowReads
 from kvweave.cache import KvCache, KvRequest
 from kvweave.device_memory import needs_memory
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import packs_of
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.states import merged_states
 from kvweave.runner.kv.tables import Int32, send
 

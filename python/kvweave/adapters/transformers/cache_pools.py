@@ -15,6 +15,7 @@ from kvweave.arguments import flag, whole, word
 from kvweave.cache import KvCache
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument, Unsupported
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.policies import Policy, policy_of
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import (
@@ -26,7 +27,7 @@ from kvweave.runner.kv.packed_pool import (
     format_on,
 )
 from kvweave.runner.kv.packed_room import PoolSizes
-from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import FIRST_OWN, basis_bytes, basis_shape, check_basis
 

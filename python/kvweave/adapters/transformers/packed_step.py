@@ -20,10 +20,10 @@ from kvweave.adapters.transformers.packed_layers import LayeredPool
 from kvweave.adapters.transformers.paged_step import Attends, States
 from kvweave.adapters.transformers.ranked_rows import RankedEntries, RowReads
 from kvweave.adapters.transformers.step_rows import RowVectors, StepRows, Vectors
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS
 from kvweave.runner.kv.packed_prefix import PackedPrefix, before, packs_of
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.states import merged_states
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.kv.token_places import entries_at, no_places, pages_at, places_of

@@ -14,12 +14,11 @@ from typing import Any, Literal, get_args
 
 from kvweave.adapters.vllm.require import require
 from kvweave.errors import InvalidArgument
+from kvweave.packed_page import MOST_FIRST
 
 SECTION = "kvweave"
 PackedKind = Literal["int4", "int8", "half-int4", "quarter-bf16", "planes-3", "planes-2.5"]
 """What pages of a store of segments may be packed in."""
-MOST_FIRST = 64
-"""Tokens of a document that may stay exact beside its packed pages."""
 KINDS = f"one of {', '.join(get_args(PackedKind))}"
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
 TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {

@@ -19,11 +19,11 @@ import torch
 from kvweave import ops
 from kvweave.always_read import RECENT_PAGES
 from kvweave.ops import Reach, RopeTable, Workspace
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.page_budget import PageBudget
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send, send_index

@@ -18,6 +18,7 @@ import torch
 from kvweave import ops
 from kvweave.errors import PoolFull
 from kvweave.ops import RopeTable, Table, Workspace
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
@@ -25,7 +26,6 @@ from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.states import States, merged_states
 from kvweave.runner.kv.tables import Int32, send
 

@@ -16,10 +16,10 @@ import torch
 from kvweave import ops
 from kvweave.device_memory import needs_memory
 from kvweave.ops import Table
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.kv.layer_pages import blocks_of_layer, pages_of_layer
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.packed_prefix import packs_of
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.tables import Int32, KvTable, send
 from kvweave.runner.kv.token_places import Places, copies_between
 

@@ -16,12 +16,12 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvCache, KvRequest, ReusePlan
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.plan import Rows
 from kvweave.runner.kv.exact_firsts import Begun
 from kvweave.runner.kv.gathered_tokens import GatheredTokens, PackedPlaces
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix, packs_of
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.reused_tokens import Spans
 from kvweave.runner.kv.tables import Int32, send
 from kvweave.runner.kv.token_places import (

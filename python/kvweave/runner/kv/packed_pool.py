@@ -20,13 +20,14 @@ import torch
 from kvweave import ops
 from kvweave.cache import HeadClassMap, KvCache, KvRequest
 from kvweave.errors import InvalidArgument, PoolFull, Unsupported
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.exact_firsts import ExactFirsts, firsts_counts
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
-from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
     PoolBases,

@@ -20,11 +20,11 @@ from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import PoolFull
 from kvweave.ops import Table
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.plan import Rows
 from kvweave.runner.kv.layer_packing import LayerPacking
 from kvweave.runner.kv.layer_pages import blocks_of_layer, pages_of_layer
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SCRATCH_TOKENS, SINK_TOKENS, PackedPool
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import needs_steps, some_queries
 from kvweave.runner.kv.rows_in_place import attend_in_place, reads_in_place
 from kvweave.runner.kv.states import States, merged_states

@@ -13,6 +13,7 @@ from kvweave import ops
 from kvweave.cache import HeadClassMap, KvShape
 from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.exact_firsts import ExactFirsts, first_rooms
 from kvweave.runner.kv.final_texts import extra_blocks, make_books
@@ -30,7 +31,7 @@ from kvweave.runner.kv.packed_pool import (
     format_of,
     strategy_formats,
 )
-from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
+from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import (
     FIRST_OWN,
     OWN_SHARE,

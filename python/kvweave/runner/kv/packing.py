@@ -11,12 +11,7 @@ from kvweave import ops
 from kvweave.arguments import flag, real, shown, whole
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.ops.packed_kv import Preset
-
-PAGE_TOKENS = 64
-"""Tokens of a packed page: what channels of keys pay for their scales by."""
-
-MOST_FIRST = PAGE_TOKENS
-"""Tokens of a document that may stay exact, at most: those of its first page."""
+from kvweave.packed_page import MOST_FIRST, PAGE_TOKENS
 
 FORMATS: tuple[str, ...] = get_args(Preset)
 """Names of the formats that full pages are packed in."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvweave.cache import KvCache, KvRequest
 from kvweave.errors import InvalidArgument
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.payload import KvPayload
 from kvweave.payload.packed import (
     ASIDE,
@@ -21,7 +22,6 @@ from kvweave.payload.page_format import PageFormat
 from kvweave.payload.pages import Places, scatter
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import BlockBases
 from kvweave.runner.kv.sent_pages import choices_of, choosing_ranks, pages_of, ranks
 from kvweave.runner.kv.sent_texts import expect_formats, taken_texts

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.payload.packed import (
     ASIDE,
     ASIDE_ENTRIES,
@@ -24,7 +25,6 @@ from kvweave.payload.pages import Places, gather
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import basis_shape
 from kvweave.runner.kv.sent_texts import sent_texts
 from kvweave.runner.kv.tables import Int32, send_index

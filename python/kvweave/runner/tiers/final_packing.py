@@ -19,12 +19,12 @@ import torch
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import InvalidArgument
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.plan import Rows
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.exact_firsts import add_without_first
 from kvweave.runner.kv.packed_pool import PackedPool, by_themselves
 from kvweave.runner.kv.packed_prefix import PackedPrefix
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes, needs_steps
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.one_thread import OneThread

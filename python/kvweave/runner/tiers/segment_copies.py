@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvweave.cache import KvRequest
-from kvweave.runner.kv.packing import PAGE_TOKENS
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.report import PackingReport
 from kvweave.runner.tiers.final_packing import FinalPacking, TextCopy

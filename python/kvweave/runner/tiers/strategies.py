@@ -10,9 +10,9 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.packing import PAGE_TOKENS
 from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.tiers.chosen_formats import ChosenFormats

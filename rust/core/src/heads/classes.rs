@@ -164,8 +164,14 @@ impl HeadClassMap {
     /// # Errors
     /// `CorruptHeadMap` naming what is wrong.
     pub fn from_json(text: &str) -> Result<HeadClassMap, Error> {
-        let map: HeadClassMap = serde_json::from_str(text)
-            .map_err(|error| corrupt("head map", "the head map JSON schema", error))?;
+        let map: HeadClassMap =
+            serde_json::from_str(text).map_err(|error| match seems_a_path(text) {
+                true => {
+                    let got = format!("what seems to be the path of a file: {text:?}");
+                    corrupt("head map", "JSON text", got)
+                }
+                false => corrupt("head map", "the head map JSON schema", error),
+            })?;
         map.validate()?;
         Ok(map)
     }
@@ -225,6 +231,12 @@ impl HeadClassMap {
             _ => Ok(()),
         }
     }
+}
+
+/// Whether a text that is no map may have been meant as the name of the file that has it.
+fn seems_a_path(text: &str) -> bool {
+    let other = text.contains(['{', '[', '"', '\n']);
+    !other && (text.ends_with(".json") || text.contains(['/', '\\']))
 }
 
 #[cfg(test)]
@@ -300,6 +312,12 @@ mod tests {
         change(&|m| m.heads[1].class = top_k(0), "pages");
         cases.push(("{".into(), "schema".into()));
         cases.push((String::new(), "schema".into()));
+        for path in ["heads.json", "maps/heads", "C:\\maps\\heads"] {
+            cases.push((
+                path.into(),
+                format!("JSON text, got what seems to be the path of a file: {path:?}"),
+            ));
+        }
         for (text, word) in cases {
             let error = HeadClassMap::from_json(&text).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::CorruptHeadMap);

@@ -111,7 +111,7 @@ impl BoundedPages<'_> {
     fn geometry_of(&self, bounds: &TensorRef) -> Result<PageGeometry, Failure> {
         bounds.expect_contiguous("bounds")?;
         let (page_tokens, kv_heads) =
-            (count("page_tokens", self.page_tokens)?, count("kv_heads", self.kv_heads)?);
+            (count("page_tokens", &self.page_tokens)?, count("kv_heads", &self.kv_heads)?);
         let (layers, head_dim) = (self.rope.get().table.layers(), bounds.shape()[2]);
         Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
     }

@@ -30,7 +30,7 @@ impl PageMeans<'_> {
         means.expect_shape("means", &[("pages", None), ("2", Some(2)), ("D", None)])?;
         means.expect_contiguous("means")?;
         let (page_tokens, kv_heads) =
-            (count("page_tokens", self.page_tokens)?, count("kv_heads", self.kv_heads)?);
+            (count("page_tokens", &self.page_tokens)?, count("kv_heads", &self.kv_heads)?);
         let (layers, head_dim) = (self.rope.get().table.layers(), means.shape()[2]);
         Ok(PageGeometry::arena(layers, kv_heads, page_tokens, head_dim))
     }

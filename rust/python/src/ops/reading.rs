@@ -28,7 +28,7 @@ pub struct AttentionArguments<'py> {
 
 impl<'py> AttentionArguments<'py> {
     pub fn scoring(&self) -> Result<Scoring<'_>, Failure> {
-        let window = self.window.map(|window| keys("window", window)).transpose()?;
+        let window = self.window.as_ref().map(|window| keys("window", window)).transpose()?;
         let (scale, softcap, rope) = (self.scale, self.softcap, &self.rope.get().table);
         Ok(Scoring { scale, rope, window, softcap })
     }
@@ -38,6 +38,6 @@ impl<'py> AttentionArguments<'py> {
 pub type EdgeArguments<'py> = (Bound<'py, PyAny>, Number, Number);
 
 /// A number of keys; more than positions can be is as good as all.
-pub fn keys(what: &str, value: impl Into<i64>) -> Result<u32, Failure> {
+pub fn keys(what: &str, value: impl Into<Number>) -> Result<u32, Failure> {
     Ok(u32::try_from(count(what, value)?).unwrap_or(u32::MAX))
 }

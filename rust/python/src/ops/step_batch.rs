@@ -82,8 +82,8 @@ impl<'py> Borrows<'py> {
             requests,
             rows,
             columns: blocks.shape()[1],
-            page_tokens: count("page_tokens", self.sizes.0)?,
-            block_pages: count("block_pages", self.sizes.1)?,
+            page_tokens: count("page_tokens", &self.sizes.0)?,
+            block_pages: count("block_pages", &self.sizes.1)?,
             spans: &self.spans,
             places: pages,
         };
@@ -151,9 +151,9 @@ pub fn block_stride(blocks: &TensorRef) -> usize {
     blocks.strides()[0].unsigned_abs()
 }
 
-fn span_of(&(window, sink, columns): &SpanArguments) -> Result<TableSpan, Failure> {
-    let number = |what: &str, value: Number| {
-        let value = i64::from(value);
+fn span_of((window, sink, columns): &SpanArguments) -> Result<TableSpan, Failure> {
+    let number = |what: &str, value: &Number| {
+        let value = value.clone().whole(what)?;
         let known = i32::try_from(value).ok().and_then(|value| u32::try_from(value).ok());
         known.ok_or_else(|| Failure::invalid(what, "a number from 0 to 2^31 − 1", value))
     };

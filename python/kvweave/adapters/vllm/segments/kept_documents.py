@@ -86,6 +86,8 @@ class KeptDocuments:
         self._frozen: OrderedDict[Name, Ids] = OrderedDict()
         self._listed: list[tuple[str, str, str]] = []
         self._texts: dict[Name, Ids] = {}
+        # Bytes that reading each of them takes.
+        self._sizes: dict[Name, int] = {}
         self._brought: Counter[str] = Counter()
         self._told: set[str] = set()
 
@@ -204,7 +206,7 @@ class KeptDocuments:
         if name is None or self._is_whole((namespace, name), texts[name]):
             return False
         document = texts[name]
-        size, end = self._stored_bytes((namespace, name)), start + len(document)
+        size, end = self._sizes.get((namespace, name), 0), start + len(document)
         if not all_of(self.weighing.is_worth_reading(size, start, end, others)):
             self._brought["declined"] += 1
             return False
@@ -230,11 +232,14 @@ class KeptDocuments:
         self._listed = listed
         here = {(space, name) for space, name, _ in listed}
         self._texts = {name: ids for name, ids in self._texts.items() if name in here}
+        self._sizes = {name: size for name, size in self._sizes.items() if name in here}
         for space, name, shard in listed:
             if (space, name, shard) in known:
                 continue
             try:
-                self._texts[space, name] = self.store.shard(shard).tokens()
+                opened = self.store.shard(shard)
+                self._texts[space, name] = opened.tokens()
+                self._sizes[space, name] = sum(opened.parts.values())
             except KvweaveError as error:
                 self._computed_anew(error)
 
@@ -242,15 +247,6 @@ class KeptDocuments:
         """Counts a shard that cannot be read, and says so."""
         self._brought["refused"] += 1
         self._tell(f"a document is computed anew: {error}", type(error).__name__)
-
-    def _stored_bytes(self, document: Name) -> int:
-        """Bytes that reading a document takes; 0 where it cannot be opened, as reading it says."""
-        namespace, name = document
-        try:
-            shard = self._named_shards(namespace).get(name)
-            return 0 if shard is None else sum(self.store.shard(shard).parts.values())
-        except KvweaveError:
-            return 0
 
     @torch.inference_mode()
     def _bring(self, read: Document, document: Name, tokens: Ids) -> bool:

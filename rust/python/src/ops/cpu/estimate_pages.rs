@@ -70,7 +70,7 @@ pub fn estimate_pages(
                 kv: KvView {
                     cache: &whole,
                     geometry,
-                    layer: count("layer", pages.layer)?,
+                    layer: count("layer", &pages.layer)?,
                     entries: entries.rows("entries")?,
                     reach: pages.reach.as_ref().map(|reach| reach.get().core()),
                     scales: KvScales::ONE,

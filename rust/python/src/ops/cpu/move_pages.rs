@@ -98,5 +98,5 @@ fn rows_of<'a>(
 ) -> Result<RowPages<'a>, Failure> {
     table.0.tensor.expect_shape(what, &[("N", None), ("W", None)])?;
     let width = table.0.tensor.shape()[1];
-    Ok(RowPages { blocks: table.wide(what, width)?, width, ranks: count("ranks", *ranks)?, pages })
+    Ok(RowPages { blocks: table.wide(what, width)?, width, ranks: count("ranks", ranks)?, pages })
 }

@@ -53,8 +53,8 @@ struct Edge<'py> {
 
 impl<'py> Edge<'py> {
     fn of(py: Python<'py>, (share, window, sink): &EdgeArguments<'py>) -> PyResult<Self> {
-        let window = raised(py, keys("window of edge", *window))?;
-        let sink = raised(py, keys("sink of edge", *sink))?;
+        let window = raised(py, keys("window of edge", window))?;
+        let sink = raised(py, keys("sink of edge", sink))?;
         Ok(Self { share: borrow("edge", share)?, window, sink })
     }
 

@@ -160,7 +160,7 @@ impl Tensors<'_> {
             read: self.read.rows::<5>("read", &place)?.0,
             read_offsets: self.read_offsets.list("read_offsets", &place)?.0,
             read_reach: None,
-            layer: count("layer", pages.layer)?,
+            layer: count("layer", &pages.layer)?,
             inv_freq,
             pairs: rope.pairs(),
             pairing: rope.pairing(),

@@ -191,7 +191,7 @@ impl<'py> Side<'py> {
         (arena, blocks, ranks): &(Any<'py>, TablePair<'py>, Number),
     ) -> PyResult<Self> {
         let (arena, blocks) = (borrow(names.0, arena)?, DeviceTable::of(names.1, blocks)?);
-        Ok(Self { names, arena, blocks, ranks: *ranks })
+        Ok(Self { names, arena, blocks, ranks: ranks.clone() })
     }
 
     /// Both as launches take them, and the bytes of a page.
@@ -207,7 +207,7 @@ impl<'py> Side<'py> {
         let width = of_rows.shape()[1];
         let (blocks, tables) = self.blocks.wide(self.names.1, place, width)?;
         let data = DeviceTensor { address: arena.ptr as u64, len: pages * bytes };
-        let ranks = count("ranks", self.ranks)?;
+        let ranks = count("ranks", &self.ranks)?;
         Ok((DeviceRowPages { data, on_host, blocks, tables, width, ranks, pages }, bytes))
     }
 

@@ -121,7 +121,7 @@ impl Tensors<'_> {
             numbers: numbers.on_device(&place, scales, bounds.shape()[0])?,
             entries,
             entry_offsets,
-            layer: count("layer", pages.layer)?,
+            layer: count("layer", &pages.layer)?,
             reach,
             rope: pages.rope.get(),
             scoring: pages.scoring(),

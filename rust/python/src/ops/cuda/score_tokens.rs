@@ -41,8 +41,7 @@ pub fn score_tokens_cuda(
         read.push(("mass", &mass.tensor));
         let edge = match (&share, &edge) {
             (Some(share), Some((_, window, sink))) => {
-                let (window, sink) =
-                    (keys("window of edge", *window)?, keys("sink of edge", *sink)?);
+                let (window, sink) = (keys("window of edge", window)?, keys("sink of edge", sink)?);
                 let share = share_of(&call, &share.tensor, &read)?;
                 Some(EdgeLaunch { window, sink, share })
             }
