@@ -39,7 +39,8 @@ from benchmarks.report.record import joined
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner.model.model_spec import describe
 
-CASE = "host_load"
+CASE, JOINED = "host_load", "host_load_whole"
+"""What a run is called, and one whose contenders had processes of their own."""
 PAGES, WHOLE_EVERY = 64, 4
 ALL, STOCK = "all", "stock"
 """What others are set beside; vLLM as it is, as `benchmarks.vllm.serve` calls it."""
@@ -207,7 +208,7 @@ def join(words: list[str]) -> int:
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
     chosen = parser.parse_args(words)
-    runs = [{**json.loads(path.read_text()), "case": CASE} for path in chosen.join]
+    runs = [{**json.loads(path.read_text()), "case": JOINED} for path in chosen.join]
     whole = joined(runs)
     rows = [Row(**row) for row in whole["rows"]]
     beside(rows)

@@ -40,7 +40,8 @@ from kvweave.lab.profile import Stability, measure_stability, text_tasks
 from kvweave.lab.profile.decode_effect import TEMPERATURE
 from kvweave.runner import Runner, Sampling
 
-CASE = "page_tasks"
+CASE, PERIODS = "page_tasks", "page_tasks_periods"
+"""What a run is called, and one that compares how often pages are ranked."""
 SEED = 3
 BUDGETS = (8, 16)
 ANSWER_TOKENS = 40
@@ -267,6 +268,7 @@ def main() -> int:
     bench = Bench(loaded, stability_of(loaded, asked.length), asked.steps, stops_of(loaded[0]))
     ways = [way for pages in asked.pages or BUDGETS for way in asked_for(pages, asked)]
     run_of = record.here if asked.device == "cpu" else record.of_device
+    case = PERIODS if asked.every else CASE
     done: list[Row] = []
     for name in asked.task or TASKS:
         task = task_of(name, asked.length, TASKS[name])
@@ -279,11 +281,11 @@ def main() -> int:
             print(f"{name}: {first + len(some)} of {len(questions)}", flush=True)
             rows = [*done, *rows_of(job_of(name, asked), found)]
             if asked.json is not None:
-                write(asked.json, run_of(CASE, rows))
-        show(CASE, rows[len(done) :], False)
+                write(asked.json, run_of(case, rows))
+        show(case, rows[len(done) :], False)
         done = rows
     if asked.record:
-        print(f"recorded in {record.keep(run_of(CASE, done))}")
+        print(f"recorded in {record.keep(run_of(case, done))}")
     return 0
 
 

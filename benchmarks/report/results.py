@@ -26,6 +26,8 @@ VLLM = "python -m benchmarks.vllm.serve"
 BENCH = "python -m benchmarks.vllm.vllm_bench --jobs rag"
 OWN = "python -m benchmarks.vllm.vllm_bench --jobs prefix_repetition throughput"
 SEGMENTS = "python -m benchmarks.vllm.segments"
+HOST_LOAD = "python -m benchmarks.cases.host_load --json FILE"
+HOST_TASK = '{"layers": 0, "arena_bytes": 68719476736, "rate": 0.75, "ways": ["Poisson"]'
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
@@ -43,11 +45,13 @@ TITLES = {
     "decode_host": "Host time of a decode step beside its model, 1024 tokens a request",
     "engine_load": "An engine under load: random weights, prompts that share nothing",
     "host_load": "An engine under load whose device holds few requests, over the host's memory",
+    "host_load_whole": "The same in all layers and with 64 GiB, each contender on a GPU of its own",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "ttft_packed": "Time to first token over packed documents and exact ones, random weights",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "page_tasks": "Answers of tasks by few pages, asked for behind 256 generated tokens",
+    "page_tasks_periods": "The same by how often pages are ranked, and by which score",
     "vllm_ranks": "vLLM 0.26 with the plugin: tensor parallel answers, a small Llama in float32",
     "vllm": "vLLM 0.26 with the plugin and an eighth of global heads, Llama-3.1-8B shape, bf16",
     "vllm_compiled": "The same in vLLM's default mode (torch.compile and graphs)",
@@ -92,6 +96,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
     "page_tasks": ("python -m benchmarks.quality.page_tasks MODEL --device cuda --record",),
+    "page_tasks_periods": (
+        "python -m benchmarks.quality.page_tasks MODEL --device cuda --pages 16 --every 1 "
+        "--every 4 --every 16 --record",
+    ),
+    "host_load_whole": (
+        f"{HOST_LOAD} --task '{HOST_TASK}, \"copies\": []}}'",
+        f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["cadence"], "whole": false, '
+        '"host_bytes": 85899345920}\'',
+        "python -m benchmarks.cases.host_load --join FILE FILE --json FILE",
+    ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
@@ -151,6 +165,7 @@ COLUMNS = {
     ),
     "ttft_packed": ("÷ full", "rows", "select ms", "copy ms", "KV GiB", "shared KV GiB"),
     "page_tasks": ("same token", "score", "more than the whole model's", "n"),
+    "page_tasks_periods": ("same token", "score", "more than the whole model's", "n"),
 }
 VALUE = {
     "replay": "lru",
@@ -160,6 +175,7 @@ VALUE = {
     "quality": "KL to full",
     "heads_quality": "KL to full",
     "page_tasks": "KL to all pages",
+    "page_tasks_periods": "KL to all pages",
     "head_memory": "with the map",
 }
 Cell = tuple[str, str | None]

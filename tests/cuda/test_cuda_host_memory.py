@@ -135,7 +135,7 @@ def test_an_arena_that_grows_is_read_across_its_parts() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_arena, "CHUNK_BYTES", 1 << 15)
         found = []
-        for runner in both(tiny("llama").cuda(), [top_k(4, 5), FULL]):
+        for runner in both(tiny("llama").cuda(), [top_k(4, 5), FULL], host_ahead_bytes=0):
             said = [logits_of_steps(runner, random_tokens(n, n), STEPS) for n in (90, 700, 300)]
             assert nothing_is_held(runner)
             found.append(said)
