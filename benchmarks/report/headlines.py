@@ -62,12 +62,16 @@ class Headline:
 def beside(
     row: str, peer: tuple[str, str], own: tuple[str, str], unit: str, *, more: bool = False
 ) -> Callable[[dict[str, Any]], Told]:
-    """Two rows of one case: what the table calls them, and how their names end."""
+    """Two rows of one case, of a run in vLLM: what the table calls them, and how their names end.
+
+    The peer's name is followed by its version.
+    """
 
     def told(run: dict[str, Any]) -> Told:
         (theirs, of_peer), (ours, of_own) = peer, own
         value, mine = (recorded(run, f"{row}: {of}")["value"] for of in (of_peer, of_own))
-        return Told(((theirs, value),), (ours, mine), unit, more)
+        version = run["machine"]["packages"]["vllm"].rpartition(".")[0]
+        return Told(((f"{theirs} {version}:", value),), (ours, mine), unit, more)
 
     return told
 
@@ -86,7 +90,7 @@ HEADLINES = (
     Headline(
         "first token of a 32K prompt, 97 % of it documents that were read before, Llama-3.1-8B "
         "shape",
-        "vllm",
+        "vllm_segments",
         beside(
             REUSED,
             ("vLLM", "stock"),
@@ -95,9 +99,10 @@ HEADLINES = (
         ),
     ),
     Headline(
-        "requests of 64K tokens at once in the same memory, one KV head in eight whole",
-        "vllm",
-        beside(AT_ONCE, ("vLLM", "stock"), ("with the plugin", "heads"), "", more=True),
+        "requests of 64K tokens at once in the same memory, an eighth of it a store of segments, "
+        "one KV head in eight whole",
+        "vllm_mapped",
+        beside(AT_ONCE, ("vLLM", "stock"), ("with the plugin", "mapped"), "", more=True),
     ),
     Headline(
         "a decode step of 8 requests of 120K tokens, the same heads",

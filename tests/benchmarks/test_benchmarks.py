@@ -315,16 +315,16 @@ def test_both_pages_show_the_newest_records() -> None:
 def test_headlines_are_ratios_of_what_was_measured() -> None:
     """By hand, of the first row; and a run without it is refused by name."""
     runs = results.newest()
-    rows = {row["name"]: row["value"] for row in runs["vllm"]["rows"]}
-    first = headlines.HEADLINES[0].told(runs["vllm"])
+    rows = {row["name"]: row["value"] for row in runs["vllm_segments"]["rows"]}
+    first = headlines.HEADLINES[0].told(runs["vllm_segments"])
     reused = "TTFT, 32768 tokens, 97 % in documents seen before"
     stock = rows[f"{reused}: stock"]
     ours = rows[f"{reused}: segments, foresight, 10 %, a draft of 8"]
     assert first.times == [stock / ours]
-    assert f"vLLM {stock:.0f} ms" in headlines.markdown(runs)
+    assert f"vLLM 0.33: {stock:.0f} ms" in headlines.markdown(runs)
     assert [h.told(runs[h.case]).times[0] > 1 for h in headlines.HEADLINES] == [True] * 4
-    with pytest.raises(InvalidArgument, match="newest run of vllm: expected the row"):
-        headlines.markdown({**runs, "vllm": {**runs["vllm"], "rows": []}})
+    with pytest.raises(InvalidArgument, match="newest run of vllm_segments: expected the row"):
+        headlines.markdown({**runs, "vllm_segments": {**runs["vllm_segments"], "rows": []}})
 
 
 def test_the_choice_names_rows_that_exist() -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from families import FAMILIES, OTHERS, random_tokens, tiny
 from kvweave import HeadClassMap, PagedCache, Runner, Segment, Unsupported
 from kvweave.adapters.vllm import composition as engine
-from kvweave.adapters.vllm.served_models import WITHOUT
+from kvweave.adapters.vllm.segments.rotation import frequencies
+from kvweave.adapters.vllm.served_models import STOCK, WITHOUT
 from kvweave.runner import Canary, Healing
 from kvweave.runner.kv.beside_drafts import NOT_BESIDE_DRAFTS
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
@@ -26,14 +27,23 @@ PAGE = ROOT / "docs" / "models.md"
 PLUGIN = ROOT / "python" / "kvweave" / "adapters" / "vllm"
 ENGINE = ROOT / "tests" / "vllm_plugin" / "engine"
 PARTS = {
+    "backend/decoder_layers.py": "all but the attention backend alone",
     "heads/split.py": "head classes",
     "top_k/model.py": "top-k heads",
     "top_k/map.py": "top-k heads",
+    "top_k/bounds_cache.py": "top-k heads",
     "virtual_pages/model.py": "virtual pages",
     "segments/model.py": "segments",
+    "segments/rotation.py": "segments",
+    "segments/attention.py": "packed segments",
+    "segments/packed_store.py": "packed segments",
+    "model_identity.py": "documents in a folder, the store behind vLLM's offloading",
+    "store_tier/origin.py": "the store behind vLLM's offloading",
     "backend/attention.py": "the attention backend",
 }
 """By file of the plugin, the part whose refusals are in it."""
+WINDOWED = "refused: expected layers that see the whole context"
+"""What every part says of a model with windows (`backend/decoder_layers.py`, which needs vLLM)."""
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 """What a configuration calls the number of its experts."""
 INTERNAL = {"kv_cache", "arguments of attention", "additional_config"}
@@ -46,14 +56,25 @@ INTERNAL = {"kv_cache", "arguments of attention", "additional_config"}
 def families() -> str:
     """Each family that tests know: what refuses it, or which tests hold it."""
     heads = ["family", "class", "of its own", "Runner", "PagedCache", "vLLM plugin"]
-    plugin = _plugin_families()
     rows = []
     for name, (_, kind, extra) in {**FAMILIES, **OTHERS}.items():
         runner = _outcome(lambda name=name: _runner(tiny(name)))
         cache = _outcome(lambda name=name: PagedCache(tiny(name), max_tokens=64).close())
-        served = plugin.get(name, f"no class: {WITHOUT[kind]}" if kind in WITHOUT else "no class")
-        rows.append([name, f"`{kind}`", _own(extra), runner, cache, served])
+        rows.append([name, f"`{kind}`", _own(extra), runner, cache, _served(name, kind, extra)])
     return _table(heads, rows)
+
+
+def _served(name: str, kind: str, extra: dict[str, Any]) -> str:
+    """What the plugin has for a family, and where it refuses some of it."""
+    if kind not in STOCK:
+        return f"no class: {WITHOUT[kind]}" if kind in WITHOUT else "no class"
+    tested = _plugin_families().get(name)
+    if "sliding_window" in extra:
+        return f"{WINDOWED}; without windows: {tested}" if tested else WINDOWED
+    if tested:
+        return tested
+    reused = _outcome(lambda: frequencies(tiny(name).config))
+    return f"heads not run; segments {reused.removesuffix(' beside segments')}"
 
 
 def _plugin_families() -> dict[str, str]:
@@ -232,6 +253,8 @@ HYBRID = "disable_hybrid_kv_cache_manager"
 FOLDER_UNDER_A_MAP = "test_together.py::test_a_folder_under_a_map_behind_a_prefix"
 QUANTISED = "test_segments_quantised.py::test_answers_are_near_the_runners_over_the_same_weights"
 QUANTISED_FOLDER = "test_segments_quantised.py::test_documents_come_back_from_a_folder_packed_too"
+ONLY_IN = {QUANTISED: "0.26", QUANTISED_FOLDER: "0.26"}
+"""Tests that are skipped in the other version of vLLM."""
 ONE_MANAGER = "test_together.py::test_one_manager_of_blocks_beside_heads_and_pages"
 ONE_MANAGER_OF_SEGMENTS = "test_together.py::test_one_manager_of_blocks_beside_segments"
 IN_ENGINES: dict[tuple[str, str], str] = {
@@ -240,7 +263,7 @@ IN_ENGINES: dict[tuple[str, str], str] = {
     "test_pages_leave_for_the_host_and_answers_stay",
     (engine.HEADS, engine.SEGMENTS): "test_segments_heads.py::test_answers_are_the_runners",
     (engine.TOP_K, "tensor_parallel_size"): "test_two_ranks.py::"
-    "test_pages_of_two_ranks_leave_for_the_host",
+    "test_heads_of_two_ranks_choose_as_defined",
     (engine.TOP_K, engine.SEGMENTS): "test_segments_heads.py::test_beside_heads_that_choose_pages",
     (
         engine.HEADS,
@@ -303,7 +326,10 @@ def in_an_engine() -> str:
 def _beside(part: str, other: str) -> str:
     if other in engine.NOT_BESIDE[part]:
         return "–"
-    return "yes" if (part, other) in IN_ENGINES or (other, part) in IN_ENGINES else "not run"
+    test = IN_ENGINES.get((part, other)) or IN_ENGINES.get((other, part))
+    if test is None:
+        return "not run"
+    return f"in {ONLY_IN[test]}" if test in ONLY_IN else "yes"
 
 
 def refused_in_an_engine() -> str:
@@ -325,18 +351,35 @@ def refused_by_the_plugin() -> str:
     rows = []
     for file, part in PARTS.items():
         tree = ast.parse((PLUGIN / file).read_text(encoding="utf-8"))
+        lists = _lists(tree)
         found = dict.fromkeys(
             (what, wanted)
             for function in ast.walk(tree)
             if isinstance(function, ast.FunctionDef)
-            for what, wanted in _requirements(function)
+            for what, wanted in _requirements(function, lists)
             if what not in INTERNAL
         )
         rows += [[part, f"`{what}`", wanted] for what, wanted in found]
-    return _table(["part", "of vLLM", "expected"], rows)
+    return _table(["part", "of vLLM, or the model", "expected"], rows)
 
 
-def _requirements(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
+def _lists(tree: ast.Module) -> dict[str, str]:
+    """Words that a file assigns and writes side by side, by the expression that does."""
+    written = {
+        ast.unparse(call): ast.unparse(call.args[0])
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "', '.join"
+    }
+    words: dict[str, list[str]] = {name: [] for name in written.values()}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AugAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            if (name := ast.unparse(target)) in words:
+                words[name] += ast.literal_eval(node.value)
+    return {call: ", ".join(words[name]) for call, name in written.items() if words[name]}
+
+
+def _requirements(function: ast.FunctionDef, lists: dict[str, str]) -> Iterator[tuple[str, str]]:
     """What the calls of `require` in a function name, and what they expect, as they come."""
     assigned: dict[str, ast.expr] = {}
     loops: dict[int, ast.For] = {}
@@ -354,7 +397,7 @@ def _requirements(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
                 beside = f"none beside {_text(what)}" if _is_text(what) else _text(wanted)
                 yield _text(key), beside
         elif _is_text(what):
-            yield _text(what), _text(assigned.get(ast.unparse(wanted), wanted))
+            yield _text(what), _text(assigned.get(ast.unparse(wanted), wanted), lists)
 
 
 def _calls(node: ast.AST) -> Iterator[ast.Call]:
@@ -367,10 +410,12 @@ def _is_text(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _text(node: ast.expr | None) -> str:
-    """A literal, what varies in it as an ellipsis."""
+def _text(node: ast.expr | None, lists: dict[str, str] | None = None) -> str:
+    """A literal, what varies in it as an ellipsis, but for `lists` that are known."""
     if isinstance(node, ast.JoinedStr):
-        return "".join(map(_text, node.values))
+        return "".join(_text(part, lists) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return (lists or {}).get(ast.unparse(node.value), "…")
     return str(node.value) if isinstance(node, ast.Constant) else "…"
 
 

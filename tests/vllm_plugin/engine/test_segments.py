@@ -184,7 +184,7 @@ REFUSED = {
     "connector": ({"kv_transfer_config": None}, {}, "expected kv_connector KvweaveSegments, got"),
     "no map": ({}, {"heads": "map.json"}, "heads: expected a readable file, got map.json"),
     "bytes": ({}, {"segment_bytes": 0}, "segment_bytes: expected bytes, at least 1, got 0"),
-    "window": ({}, {}, "expected layers that see the whole context"),
+    "window": ({}, {}, "expected layers that see the whole context beside segments"),
 }
 
 

@@ -90,6 +90,14 @@ def test_pages_of_two_ranks_leave_for_the_host() -> None:
     assert sum(a == b for a, b in zip(two["said"], defined["said"], strict=True)) >= 5
 
 
+def test_heads_of_two_ranks_choose_as_defined() -> None:
+    """Each rank ranks the blocks of the heads that it has, which changes what is said."""
+    two, defined, dense = two_ranks("top_k")
+    assert two["said"] == defined["said"] != dense["said"]
+    for got, wanted in zip(two["logprobs"], defined["logprobs"], strict=True):
+        assert got == pytest.approx(wanted, abs=2e-3)
+
+
 @IN_PAGES
 @pytest.mark.long
 def test_virtual_pages_on_two_ranks_are_one_ranks() -> None:

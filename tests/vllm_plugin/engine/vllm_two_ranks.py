@@ -3,8 +3,9 @@
 Its arguments are a part, and `ray` where Ray shall start the ranks: each is then on a node of its
 own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have
 their first whole heads in different layers, and kvweave's Runner stands beside them. `packed`:
-segments in packed pages, also from a folder, `pages`: virtual pages, `far`: such pages in the
-host's memory, each beside an engine of one rank. `short`: one of the ranks lacks room for what is
+segments in packed pages, also from a folder, `pages`: virtual pages, each beside an engine of one
+rank. `top_k`: heads that choose pages, `far`: those over virtual pages in the host's memory, each
+beside transformers' own decoding. `short`: one of the ranks lacks room for what is
 found. `drafted`: on a GPU, drafts whose steps become a graph, likewise. Scheduler, workers and
 front are processes of their own.
 """
@@ -138,6 +139,22 @@ def pages(folder: Path, ranks: Ranks) -> None:
                 found = answers(llm, PROMPTS, 12)
                 first = [one.logprobs[0] for one in found]
                 say(said=[one.tokens for one in found], first=first)
+
+
+def ranked(folder: Path, ranks: Ranks) -> None:
+    """Heads that choose pages, beside vLLM's own blocks, as transformers' own decoding has them."""
+    from families import tiny
+    from test_head_split import ours
+    from test_top_k import CHANGES, FULL, KINDS, PROMPTS, defined, written
+    from vllm_engines import answers, engine
+
+    tiny("llama", **CHANGES).save_pretrained(folder / "model")
+    with engine(folder / "model", ours(written(folder, KINDS)), **ranks) as llm:
+        found = answers(llm, PROMPTS, 20)
+    plain = [defined("llama", KINDS, given, 20) for given in PROMPTS]
+    dense = [defined("llama", [FULL], given, 20) for given in PROMPTS]
+    for some in (found, plain, dense):
+        say(said=[one.tokens for one in some], logprobs=[one.logprobs for one in some])
 
 
 def far(folder: Path, ranks: Ranks) -> None:
@@ -279,6 +296,7 @@ PARTS = {
     "mapped": mapped,
     "packed": packed,
     "pages": pages,
+    "top_k": ranked,
     "far": far,
     "short": short,
     "drafted": drafted,

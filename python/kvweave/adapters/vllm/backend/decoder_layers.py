@@ -41,5 +41,6 @@ def require_whole_context(what: str, stock: Attention) -> None:
     Errors: `Unsupported`, naming `what` needs the whole context.
     """
     window = stock.sliding_window
+    expected = f"layers that see the whole context beside {what}"
     got = f"a window of {window} in {stock.layer_name}"
-    require(what, window is None, "layers that see the whole context", got)
+    require("sliding_window", window is None, expected, got)

@@ -176,7 +176,7 @@ def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusi
     layers = list(attention_of_layers(model, config))
     home, first = layers[0][1].layer_name, dict[str, str]()
     for number, ((module, stock), parts) in enumerate(zip(layers, split.parts(rank), strict=True)):
-        require_whole_context("heads", stock)
+        require_whole_context("head classes", stock)
         group, made, watch = stock.num_heads // stock.num_kv_heads, [], LayerWatch()
         for kind, part in zip(NAMES, parts, strict=True):
             if not part.heads:

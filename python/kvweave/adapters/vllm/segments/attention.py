@@ -88,8 +88,9 @@ def packed_tokens(specs: list[Any]) -> int:
     """
     size = page_tokens_of(math.lcm(*(spec.block_size for spec in specs)))
     windows = [spec.sliding_window for spec in specs if spec.sliding_window is not None]
-    least, expected = min(windows, default=size), f"windows of at least {size} tokens"
-    require("heads", least >= size, f"{expected}, as a packed page has", f"one of {least}")
+    least = min(windows, default=size)
+    expected = f"windows of at least {size} tokens, as a packed page has"
+    require("heads", least >= size, expected, f"one of {least}")
     return size
 
 

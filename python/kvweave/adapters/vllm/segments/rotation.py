@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave.errors import Unsupported
+from kvweave.adapters.vllm.require import require
 
 
 def frequencies(config: Any) -> npt.NDArray[np.float64]:
@@ -19,20 +19,27 @@ def frequencies(config: Any) -> npt.NDArray[np.float64]:
     rotary module is not where transformers has it.
     """
     kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type", "default"))
-    if "dynamic" in kind or kind == "longrope":
-        text = f"segments: expected frequencies that do not depend on the length, got {kind}"
-        raise Unsupported(text, expected="fixed frequencies", got=kind)
+    fixed = "dynamic" not in kind and kind != "longrope"
+    of_rope = "frequencies that do not depend on the length beside segments"
+    require("rope_type", fixed, of_rope, kind)
     family = str(config.model_type)
-    try:
-        module = import_module(f"transformers.models.{family}.modeling_{family}")
-        rotary = next(
-            value
-            for name, value in vars(module).items()
-            if name.endswith("RotaryEmbedding") and value.__module__ == module.__name__
-        )
-    except (ImportError, StopIteration) as error:
-        text = f"segments: expected a model whose rotary module is known, got {family}"
-        raise Unsupported(text, expected="a known family", got=family) from error
+    rotary = _rotary_of(family)
+    of_model = "a model whose rotary module is known beside segments"
+    require("model_type", rotary is not None, of_model, family)
     with torch.device("cpu"):
         inv_freq: torch.Tensor = rotary(config=config).inv_freq
     return inv_freq.double().numpy()
+
+
+def _rotary_of(family: str) -> Any:
+    """The class of transformers that makes a family's frequencies; None where it is not known."""
+    try:
+        module = import_module(f"transformers.models.{family}.modeling_{family}")
+    except ImportError:
+        return None
+    found = (
+        value
+        for name, value in vars(module).items()
+        if name.endswith("RotaryEmbedding") and value.__module__ == module.__name__
+    )
+    return next(found, None)
