@@ -32,12 +32,12 @@ from kvweave.runner.kv.packed_pool import (
 )
 from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pool_bases import (
-    FIRST_OWN,
     OWN_SHARE,
     PoolBases,
     basis_bytes,
     basis_shape,
     check_basis,
+    shared_bases,
 )
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 
@@ -47,7 +47,8 @@ class PoolSizes:
     """How large the two pools of a model are, by the tokens that they have room for.
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
+    packed page and its bounds, where it has any, and `basis_bytes` of a basis, of which so many are
+    `shared` by text without one of its own. `chunk_tokens`: rows
     of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
     may have bases of their own. `final_share`: so many of their bytes packed pages have beside
     them for texts that are packed finally, whose blocks have `least_final` bytes at least, and
@@ -59,6 +60,7 @@ class PoolSizes:
     windows: HeadClassMap
     page_bytes: int
     basis_bytes: int
+    shared: int
     chunk_tokens: int | None
     has_own: bool = True
     final_share: float = 0.0
@@ -97,9 +99,9 @@ class PoolSizes:
         if not self.basis_bytes:
             return 0
         if not self.has_own:
-            return FIRST_OWN
+            return self.shared
         packed = self.packed_pages(tokens) * self.page_bytes
-        return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
+        return self.shared + packed // (OWN_SHARE * self.basis_bytes)
 
     def firsts(self, tokens: int) -> int:
         """How many beginnings of documents there is room for, and nobody's room."""
@@ -182,6 +184,7 @@ def make_packed_pool(
         exact_windows(len(spec.layers), spec.kv_heads, spec.fingerprint),
         page_bytes,
         one,
+        shared_bases(refines=packing.refines),
         chunk_tokens,
         bound_bytes=bound_bytes,
         first_bytes=first_tokens * exact_shape.token_bytes,
@@ -210,7 +213,7 @@ def make_packed_pool(
     pages, bounds = made()
     bases = None
     if pages.bases is not None:
-        bases = PoolBases(pages.bases, of, per_block, packing.basis)
+        bases = PoolBases(pages.bases, of, per_block, packing.basis, refines=packing.refines)
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None

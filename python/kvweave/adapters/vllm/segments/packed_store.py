@@ -142,7 +142,7 @@ class PackedSegmentStore(SegmentStore):
         self.packed = made()
         self.bases: PoolBases | None = None
         if self.packed.bases is not None:
-            self.bases = PoolBases(self.packed.bases, of, self.block_pages, None)
+            self.bases = PoolBases(self.packed.bases, of, self.block_pages, None, refines=False)
         of_firsts = shape, self.first_tokens, geometry.dtype, geometry.device
         self.firsts = ExactFirsts.made(room.firsts, *of_firsts)
         cache = KvCache(shape, blocks=room.blocks, memory=False, **settings)
@@ -282,7 +282,7 @@ class PackedSegmentStore(SegmentStore):
         cache, pages = self._exact(admitted.tokens)
         tokens, of = np.asarray(request.tokens, np.int32), request.namespace
         exact = cache.admit(tokens, namespace=of, reuse="none", regime=self.regime)
-        wanted = self.bases is not None and self.bases.wants_queries
+        wanted = self.bases is not None and self.bases.wants_queries()
         yield DocumentRoom(cache, pages, exact, self._take_queries if wanted else None)
         self._pack(admitted, pages, exact)
 
