@@ -46,8 +46,7 @@ class Bench:
         loaded, self.tokenizer = models.load(asked.model, torch.float32)
         self.others, self.texts = halves(corpus_of(asked.corpus))
         self.length, self.following = asked.length, asked.following
-        room = 4 * (asked.length + asked.following)
-        known = {"max_tokens": room, "check": False, "progress": False}
+        known = {"max_tokens": asked.room, "check": False, "progress": False}
         self.runners = {"exact": Runner(loaded, **known)}
         for name in asked.formats:
             longer = Runner(loaded, kv_dtype=name, **known)
@@ -86,7 +85,7 @@ class Bench:
 
 def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[int]:
     """Adds what is not measured yet to the record, text by text; yields which."""
-    names = "model", "corpus", "formats", "first", "then", "length", "following"
+    names = "model", "corpus", "formats", "first", "then", "length", "following", "room"
     record |= {name: getattr(asked, name) for name in names}
     record |= {"seed": SEED, "machine": machine()}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -120,9 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--corpus", default="sotu")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--first", type=int, default=768, help="tokens of the first prompt")
-    parser.add_argument("--then", type=int, default=2048, help="tokens of the one behind it")
+    parser.add_argument("--then", type=int, default=1024, help="tokens of the one behind it")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text")
     parser.add_argument("--following", type=int, default=128, help="tokens that read it")
+    parser.add_argument("--room", type=int, default=16384, help="tokens of a runner's pages")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)

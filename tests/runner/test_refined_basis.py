@@ -1,4 +1,4 @@
-"""A pool whose first prompts were short: a second shared basis, made once texts are longer."""
+"""A pool whose first prompts were short: a second shared basis, made once a text is longer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from families import random_tokens, tiny
 from kvweave import ops
 from kvweave.runner import Packing, Runner
 from kvweave.runner.kv.pool_bases import (
+    GOLDEN,
+    REACH_MOVES,
     REFINED,
-    REFINED_TOKENS,
     SHARED,
-    SHARED_TOKENS,
     UNROTATED,
     FoundBasis,
     PoolBases,
+    Reach,
     basis_shape,
     shared_bases,
 )
@@ -41,7 +42,9 @@ def model() -> Any:
 
 # ---- what it is made of -----------------------------------------------------------------------
 
-PLACES = REFINED_TOKENS // PAGE
+INV_FREQ = 10.0 ** -torch.linspace(0, 4, DIM // 2)
+ROPE = ops.RopeTable(INV_FREQ[None].contiguous())
+WIDE = Reach(ROPE, 1 << 16, PAGES)
 
 
 def drawn(pages: int, seed: int) -> torch.Tensor:
@@ -52,13 +55,28 @@ def drawn(pages: int, seed: int) -> torch.Tensor:
     return x + 3 * torch.randn(PAGES, 2, 1, DIM, generator=made)
 
 
-def paged(text: torch.Tensor, last: int = PAGE) -> tuple[torch.Tensor, Any]:
-    """Pages in a cache, and the packs that name them; the last has so many tokens."""
+def paged(text: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Pages in a cache, and the packs that name them."""
     room = text.flatten(0, 1)
     blocks = 1 + PAGES * np.arange(len(text))
     packs = np.column_stack((blocks, np.full(len(text), PAGE), blocks)).astype(np.int32)
-    packs[-1, 1] = last
     return torch.cat((torch.zeros_like(room[:1]), room)), packs
+
+
+def turned(x: torch.Tensor, by: int, inv_freq: torch.Tensor = INV_FREQ) -> torch.Tensor:
+    """Keys f64 [..., D] that have moved by so many positions."""
+    angle = by * inv_freq.double()
+    one, other = x.split(DIM // 2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), -1)
+
+
+def all_over(pages: torch.Tensor, tokens: int, inv_freq: torch.Tensor = INV_FREQ) -> torch.Tensor:
+    """Pages f64 where keys stand at many positions below so many: [n, PAGES, 2, 64·moves, D]."""
+    keys, values = pages.double().unbind(2)
+    by = [int(tokens * (n * GOLDEN % 1.0)) for n in range(REACH_MOVES)]
+    moved = torch.cat([turned(keys, delta, inv_freq) for delta in by], 2)
+    return torch.stack((moved, values.repeat(1, 1, REACH_MOVES, 1)), 2)
 
 
 def expect_basis_of(basis: torch.Tensor, pages: torch.Tensor) -> None:
@@ -69,67 +87,53 @@ def expect_basis_of(basis: torch.Tensor, pages: torch.Tensor) -> None:
             x = x[np.isfinite(x).all(1)]
             mean, spread = x.mean(0), np.cov(x.T, bias=True)
             got = basis[page, side].double().numpy()
-            np.testing.assert_allclose(got[0], mean, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(got[0], mean, rtol=1e-5, atol=1e-5 * np.abs(x).max())
             along = np.einsum("cd,de,ce->c", got[1:], spread, got[1:])
             wanted = np.linalg.eigvalsh(spread)[::-1]
             np.testing.assert_allclose(along, wanted, rtol=1e-4, atol=1e-4 * wanted[0])
 
 
-def told(found: FoundBasis, pages: torch.Tensor, places: list[int], last: int = PAGE) -> Any:
+def told(found: FoundBasis, pages: torch.Tensor, places: list[int]) -> Any:
     """Has pages added that are wanted, at once: the basis that comes of them, if any does."""
-    cache, packs = paged(pages, last)
+    cache, packs = paged(pages)
     at = np.asarray(places, np.int32)
-    some = found.wanted(at, packs[:, 1])
-    return found.add(cache, packs[some], places=at[some]) if some.any() else None
+    some = found.wanted(at)
+    return found.add(cache, packs[some], at[some]) if some.any() else None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_it_is_made_of_what_comes_first_and_then_of_new_places(seed: int) -> None:
-    """By a plain account of the pages that count, of texts of any length in any order."""
-    of = ops.packed_format("half-int4", DIM)
-    draws, found = np.random.default_rng(seed), FoundBasis(of, PAGES, refines=True)
-    counted: list[torch.Tensor] = []
-    seen, made = set[int](), []
-    while found.wants_moments:
-        first = int(draws.integers(0, PLACES))
-        places = list(range(first, first + int(draws.integers(1, 6))))
-        last = int(draws.choice([PAGE, PAGE, 9]))
-        pages = drawn(len(places), int(draws.integers(1 << 30)))
-        if last < PAGE:
-            pages[-1, :, :, last:] = torch.nan
-        begun, whole = bool(made), [place for place in places if last == PAGE or place < places[-1]]
-        for page, place in zip(pages, places, strict=True):
-            if not begun or (place in whole and place not in seen):
-                counted.append(page)
-        seen |= set(whole)
-        basis = told(found, torch.nan_to_num(pages), places, last)
-        tokens = sum(int(page[0, 0, :, 0].isfinite().sum()) for page in counted)
-        due = seen >= set(range(PLACES)) if begun else tokens >= SHARED_TOKENS
-        assert (basis is not None) == due
-        if basis is not None:
-            made.append(found.number)
-            expect_basis_of(basis, torch.stack(counted))
-    assert made == [SHARED, REFINED]
-    assert not found.wanted(np.arange(9, dtype=np.int32)).any()
+def test_the_second_is_of_the_same_tokens_at_any_position() -> None:
+    """Those of the first, and of a longer text what lies behind them."""
+    found = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, WIDE)
+    first, short, long = drawn(8, 1), drawn(8, 2), drawn(12, 3)
+    expect_basis_of(told(found, first, list(range(8))), first)
+    assert found.number == SHARED
+    assert told(found, short, list(range(8))) is None
+    basis = told(found, long, list(range(12)))
+    assert found.number == REFINED
+    pages = torch.cat((first, long[8:]))
+    expect_basis_of(basis, all_over(pages, WIDE.tokens))
+    assert not found.wants_moments
+    assert not found.wanted(np.arange(99, dtype=np.int32)).any()
 
 
 @pytest.mark.parametrize(
-    ("refines", "texts", "numbers"),
+    ("reach", "texts", "numbers"),
     [
-        # Long enough at once: the first is as good as a second would be.
-        (True, [32], [SHARED]),
-        (True, [4, 32], [SHARED]),
-        (True, [4, 9, 32], [SHARED, REFINED]),
-        (True, [31, 32, 40], [SHARED, REFINED]),
-        (True, [31] * 9, [SHARED]),
-        (True, [7] * 40, [SHARED]),
-        (True, [7], []),
-        (False, [4, 9, 32], [SHARED]),
+        (WIDE, [4, 4, 5], [SHARED]),
+        (WIDE, [4, 4, 5, 6], [SHARED, REFINED]),
+        (WIDE, [8, 9, 20, 40], [SHARED, REFINED]),
+        (WIDE, [32, 32], [SHARED]),
+        (WIDE, [2, 9, 9, 1], [SHARED]),
+        (WIDE, [1] * 40, [SHARED]),
+        (WIDE, [7], []),
+        (None, [4, 9, 32], [SHARED]),
     ],
 )
-def test_when_texts_are_long_enough(refines: bool, texts: list[int], numbers: list[int]) -> None:
-    """Of texts of so many pages; short ones, however many they are, never make a second."""
-    found = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, refines=refines)
+def test_when_there_is_a_longer_text(
+    reach: Reach | None, texts: list[int], numbers: list[int]
+) -> None:
+    """Of texts of so many pages; those that are no longer, however many, make no second one."""
+    found = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, reach)
     made, taken = [], 0
     for count in texts:
         taken += found.wanted(np.arange(count, dtype=np.int32)).sum()
@@ -137,72 +141,79 @@ def test_when_texts_are_long_enough(refines: bool, texts: list[int], numbers: li
             made.append(found.number)
     assert made == numbers
     assert found.number == (numbers or [UNROTATED])[-1]
-    assert found.wants_moments == (max(texts) < PLACES if refines else not numbers)
-    assert taken <= 8 + max(texts) + PLACES
+    wants = found.number == UNROTATED or (reach is not None and found.number == SHARED)
+    assert found.wants_moments == wants
+    assert taken <= 8 + 2 * max(texts)
 
 
 @formats
 def test_short_texts_give_what_they_gave_without_a_second(name: str) -> None:
-    """Up to 2048 tokens all is as in a pool that makes no second one, bit for bit."""
-    of, pages = ops.packed_format(name, DIM), drawn(PLACES - 1, 3)
+    """All is as in a pool that makes no second one, bit for bit."""
+    of, pages = ops.packed_format(name, DIM), drawn(9, 3)
     made = []
-    for refines in (False, True):
-        found = FoundBasis(of, PAGES, refines=refines)
-        if found.wants_queries():
+    for reach in (None, WIDE):
+        found = FoundBasis(of, PAGES, reach)
+        places = np.arange(3, dtype=np.int32)
+        if found.wants_queries(places):
             draws = torch.Generator().manual_seed(1)
             found.add_queries(torch.randn(8, PAGES, DIM, generator=draws), 0, PAGES)
-        bases = [told(found, pages[n : n + 3], [n, n + 1, n + 2]) for n in range(0, PLACES - 2, 3)]
+        bases = [told(found, pages[n : n + 3], [0, 1, 2]) for n in (0, 3, 6, 0, 3)]
         made.append([basis for basis in bases if basis is not None])
         assert found.number == SHARED
     assert len(made[0]) == (2 if name == "planes-3" else 1)
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
-@pytest.mark.parametrize("spoiled", ["constant", "large"])
+@pytest.mark.parametrize("spoiled", ["constant", "large", "nan", "inf", "all nan"])
 @formats
-def test_odd_channels_among_later_tokens(name: str, spoiled: str) -> None:
-    """What does not vary is no direction, and what is large is the first."""
-    pages = drawn(PLACES, 4)
+def test_bad_input_among_later_tokens(name: str, spoiled: str) -> None:
+    """What is not finite counts for nothing; what does not vary is no direction."""
+    pages = drawn(12, 4)
     later = pages[8:]
-    later[..., 3] = 5.0 if spoiled == "constant" else 1e15 * later[..., 3]
-    found = FoundBasis(ops.packed_format(name, DIM), PAGES, refines=True)
+    if spoiled == "constant":
+        later[..., 3] = 5.0
+    elif spoiled == "large":
+        later[..., 3] *= 1e15
+    elif spoiled == "all nan":
+        later[..., 5] = torch.nan
+    else:
+        later[0, :, :, ::7, 5] = float(spoiled)
+    found = FoundBasis(ops.packed_format(name, DIM), PAGES, WIDE)
     assert told(found, pages[:8], list(range(8))) is not None
-    basis = told(found, later, list(range(8, PLACES)))
+    basis = told(found, later, [8, 9, 10, 11])
     assert found.number == REFINED
     assert basis.isfinite().all()
     if name == "half-int4":
-        expect_basis_of(basis, pages)
+        expect_basis_of(basis, all_over(pages, WIDE.tokens))
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-@formats
-def test_what_is_not_finite_among_later_tokens(name: str, number: float) -> None:
-    """Its vectors count for nothing, and its places wait for another text."""
-    pages = drawn(PLACES + 2, 4)
-    pages[8, :, :, :, 5] = number
-    pages[9, 0, 1, 7, 5] = number
-    found = FoundBasis(ops.packed_format(name, DIM), PAGES, refines=True)
-    assert told(found, pages[:8], list(range(8))) is not None
-    assert told(found, pages[8:PLACES], list(range(8, PLACES))) is None
-    wanted = np.flatnonzero(found.wanted(np.arange(PLACES, dtype=np.int32)))
-    assert wanted.tolist() == [8, 9]
-    basis = told(found, pages[PLACES:], [8, 9])
-    assert found.number == REFINED
-    assert basis.isfinite().all()
-    if name == "half-int4":
-        expect_basis_of(basis, pages)
+def test_a_second_basis_is_for_positions_that_no_token_had() -> None:
+    """Of keys there it loses less in as few numbers."""
+    of, far = ops.packed_format("half-int4", DIM), Reach(ROPE, 1 << 14, PAGES)
+    found, text = FoundBasis(of, PAGES, far), drawn(9, 5)
+    bases = [
+        told(found, text[some], at) for some, at in ((slice(8), [*range(8)]), (slice(8, 9), [12]))
+    ]
+    moved = turned(text[:, :, 0].double(), 9000)
+    lost = []
+    for basis in bases:
+        mean, directions = basis[:, 0].double().split((1, DIM), 1)
+        along = (moved - mean) @ directions.mT
+        kept = along.abs().topk(DIM // 4, -1).indices
+        left = along.scatter(-1, kept, 0.0)
+        lost.append(float(left.square().sum()))
+    assert lost[1] < 0.8 * lost[0]
 
 
-def test_queries_count_where_their_rows_bring_new_places() -> None:
+def test_queries_count_where_their_rows_go_further() -> None:
     """So those of short prompts, which may fill no page at all, do not go on for ever."""
-    found = FoundBasis(ops.packed_format("planes-3", DIM), PAGES, refines=True)
-    none, old, new = (np.asarray(places, np.int32) for places in ([], [0, 7], [7, 8]))
+    found = FoundBasis(ops.packed_format("planes-3", DIM), PAGES, WIDE)
+    none, old, new = (np.asarray(places, np.int32) for places in ([], [7, 8], [7, 12]))
     assert found.wants_queries(none)
     told(found, drawn(8, 1), list(range(8)))
     assert found.number == SHARED
     assert [found.wants_queries(places) for places in (none, old, new)] == [False, False, True]
-    assert not found.wants_queries()
-    rotated = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, refines=True)
+    rotated = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, WIDE)
     assert not rotated.wants_queries(new)
 
 
@@ -212,19 +223,20 @@ def test_a_pool_that_begins_anew_makes_both_anew(name: str) -> None:
     data = torch.zeros((shared_bases(refines=True) + own, *basis_shape(of, PAGES)))
     pages = ops.PackedPages.zeros(PAGES * 64, of, bases=data)
     assert pages.bases is not None
-    pool = PoolBases(pages.bases, of, PAGES, None, refines=True)
+    pool = PoolBases(pages.bases, of, PAGES, None, refines=True, reach=WIDE)
     assert pool.most_own == own
     for seed in (1, 2):
-        text, numbers = drawn(PLACES, seed), []
-        for first in range(0, PLACES, 4):
+        text, numbers = drawn(12, seed), []
+        for first in range(0, 12, 4):
             places = np.arange(first, first + 4, dtype=np.int32)
             assert pool.wanted(places).all()
-            pool.add(*paged(text[first : first + 4]), 0, places)
+            pool.add(*paged(text[first : first + 4]), places)
             numbers.append(pool.shared)
-        assert numbers == [UNROTATED, *[SHARED] * 6, REFINED]
+        assert numbers == [UNROTATED, SHARED, REFINED]
         assert not pool.wants_moments
         if name == "half-int4":
-            expect_basis_of(pool.bases.data[REFINED], text)
+            expect_basis_of(pool.bases.data[SHARED], text[:8])
+            expect_basis_of(pool.bases.data[REFINED], all_over(text, WIDE.tokens))
         pool.assign(np.array([1, 3], np.int32), REFINED)
         assert (pool.held(), pool.own_bytes(np.array([1], np.int32))) == (0, 0)
         assert pool.free() == pool.first_own == REFINED + 1
@@ -256,18 +268,18 @@ def test_a_prompt_across_all_three_is_the_definition(name: str, model: Any) -> N
     chunk, tokens = 300, random_tokens(2400, 5)
     runner = packed_runner(model, kv_dtype=name, max_tokens=4096, chunk_tokens=chunk)
     with runner.prefill(tokens, "full", remember=False, reserve_tokens=STEPS) as done:
-        first, second = 256 // PAGE, 1792 // PAGE
+        first, second = 256 // PAGE, 576 // PAGE
         assert numbers_of(runner, done) == [
             *[UNROTATED] * first,
             *[SHARED] * (second - first),
             *[REFINED] * (2400 // PAGE - second),
         ]
-        assert done.report.packed.beside == 2400 // PAGE - 2048 // PAGE
+        assert done.report.packed.beside == 2400 // PAGE - 896 // PAGE
         sequence = decoding(runner, done, STEPS + 1)
         logits = [done.logits[-1], *steps_of(runner, sequence, STEPS)]
         said = sequence.tokens
     of, data = runner.packed.pages.format, bases_of(runner).bases.data
-    ends = [(0, 256), (256, 1792), (1792, 1 << 20)]
+    ends = [(0, 256), (256, 576), (576, 1 << 20)]
     meanings = [of_format(of, data[number]) for number in (UNROTATED, SHARED, REFINED)]
 
     def meaning(layer: int, text: Layer) -> Layer:
@@ -336,7 +348,7 @@ def test_answers_get_nearer_to_exact_ones(name: str, model: Any) -> None:
     for seed in range(2, 12):
         runner.prefill(random_tokens(320, seed), "full", remember=False).release()
     assert bases_of(runner).shared == SHARED
-    runner.prefill(random_tokens(REFINED_TOKENS, 2), "full", remember=False).release()
+    runner.prefill(random_tokens(1000, 2), "full", remember=False).release()
     assert bases_of(runner).shared == REFINED
     assert alone.packed.bases.shared == SHARED
     lost = np.zeros(2)
@@ -377,7 +389,7 @@ def test_requests_of_an_engine_go_on_across_it(model: Any) -> None:
 def test_a_document_of_the_first_basis_may_have_its_own(model: Any) -> None:
     """It is inserted while the first serves, and packed finally once there is a second."""
     small = tiny("llama", head_dim=16, max_position_embeddings=8192, num_hidden_layers=2)
-    runner = packed_runner(small, kv_dtype="half-int4", max_tokens=16384, chunk_tokens=400)
+    runner = packed_runner(small, kv_dtype="half-int4", max_tokens=16384)
     report = runner.encode(random_tokens(1200, 1), "long")
     assert bases_of(runner).shared == SHARED
     other = runner.encode(random_tokens(2100, 2), "next")
@@ -401,16 +413,16 @@ def test_first_tokens_of_documents_are_in_neither(exact_first: int) -> None:
     seen: list[Any] = []
     add = runner.packed.bases._found.add
 
-    def heard(cache: torch.Tensor, packs: Any, left_out: int, places: Any) -> Any:
+    def heard(cache: torch.Tensor, packs: Any, places: Any, left_out: int) -> Any:
         seen.append((cache.clone(), packs, left_out, places.tolist()))
-        return add(cache, packs, left_out, places)
+        return add(cache, packs, places, left_out)
 
     runner.packed.bases._found.add = heard
     for seed, count in enumerate((320, 330, 300, 2100)):
         runner.encode(random_tokens(count, seed), str(seed))
     runner.flush()
     assert bases_of(runner).shared == REFINED
-    # The last page of the second is not whole; of the last the places that others had are left.
+    # The last page of the second makes no longer text; of the last all behind the others count.
     assert [places for *_, places in seen] == [
         *[list(range(5))] * 2,
         list(range(5, 32)),
@@ -424,9 +436,11 @@ def test_first_tokens_of_documents_are_in_neither(exact_first: int) -> None:
     text = torch.cat(texts, 2)
     assert text.shape[2] == 2048 + 320 - 2 * exact_first
     basis = bases_of(runner).bases.data[REFINED]
+    # As many positions as the model is made for, though the pool has room for more.
+    wide = all_over(text[None], 8192, small.model.rotary_emb.inv_freq)[0]
     for page in range(4):
         for side in (0, 1):
-            x = text[page, side].double()
+            x = wide[page, side]
             torch.testing.assert_close(basis[page, side, 0].double(), x.mean(0), atol=1e-5, rtol=0)
             along = basis[page, side, 1:].double() @ torch.cov(x.T, correction=0)
             spread = (along * basis[page, side, 1:]).sum(-1)

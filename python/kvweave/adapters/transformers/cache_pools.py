@@ -28,7 +28,13 @@ from kvweave.runner.kv.packed_pool import (
 from kvweave.runner.kv.packed_room import PoolSizes
 from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pages import make_cache_of
-from kvweave.runner.kv.pool_bases import basis_bytes, basis_shape, check_basis, shared_bases
+from kvweave.runner.kv.pool_bases import (
+    Reach,
+    basis_bytes,
+    basis_shape,
+    check_basis,
+    shared_bases,
+)
 
 _ROW_TOKENS = SINK_TOKENS + 2 * (RECENT_TOKENS + PAGE_TOKENS)
 """Exact tokens of a row beside packed pages: its sink, and its window before and behind a forward
@@ -191,7 +197,8 @@ class CacheForm:
         packed, bounds = made()
         layers = None
         if packed.bases is not None:
-            layers = LayerBases(packed.bases, of, packing.basis)
+            reach = Reach(rope, tokens, geometry.kv_heads)
+            layers = LayerBases(packed.bases, of, packing.basis, reach)
         reads = PackedHeads(sizes.exact, None, "", SINK_TOKENS, RECENT_TOKENS)
         pool = LayeredPool(
             layers=(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from kvweave.runner.kv.packed_pool import PackedPool, on_host
 from kvweave.runner.kv.pool_bases import (
     SHARED,
     FoundBasis,
+    Reach,
     needs_steps,
     shared_bases,
     some_queries,
@@ -25,13 +26,17 @@ class LayerBases:
 
     To ops a layer's pages of a block are a block of their own, and so are its bases: `data` f32
     [n · L, G, 2, rows, D] has for each layer one that rotates nothing, then the shared ones, which
-    are `given` f32 [L · G, 2, rows, D], or come of a `FoundBasis`, the first of few tokens and the
-    second of longer texts. As in `PoolBases`, planes have the steps of the tokens that were packed
+    are `given` f32 [L · G, 2, rows, D], or come of a `FoundBasis`, of which the second is for texts
+    within `reach`. As in `PoolBases`, planes have the steps of the tokens that were packed
     first until then.
     """
 
     def __init__(
-        self, bases: ops.PackedBases, of: ops.PackedFormat, given: torch.Tensor | None
+        self,
+        bases: ops.PackedBases,
+        of: ops.PackedFormat,
+        given: torch.Tensor | None,
+        reach: Reach,
     ) -> None:
         self._bases, self._format = bases, of
         count, self._heads = bases.data.shape[:2]
@@ -42,8 +47,8 @@ class LayerBases:
         # Of each layer what its shared bases are made of, where none is given.
         self._found: list[FoundBasis] | None = None
         if given is None:
-            made = [FoundBasis(of, self._heads, refines=True) for _ in range(self._layers)]
-            self._found = made
+            reaches = (replace(reach, first_layer=layer) for layer in range(self._layers))
+            self._found = [FoundBasis(of, self._heads, each) for each in reaches]
         else:
             whole = given.view(self._layers, *bases.data.shape[1:])
             bases.data[self._layers * SHARED :] = whole.to(bases.data)
@@ -70,10 +75,10 @@ class LayerBases:
         number = SHARED
         if self._found is not None:
             found = self._found[layer]
-            some, made = found.wanted(places, packs[:, 1]), None
+            some, made = found.wanted(places), None
             if some.any():
                 known = on_host(exact, packs[some], self._heads)
-                made = found.add(*known, places=places[some])
+                made = found.add(*known, places[some])
             number = found.number
             if made is not None:
                 self._bases.data[number * self._layers + layer] = made.to(self._bases.data.device)

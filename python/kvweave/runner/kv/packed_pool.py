@@ -179,10 +179,10 @@ class PackedPool:
         named, packs, bases = packs, self.placed(packs), self.bases
         if bases is not None:
             if basis is None:
-                some = bases.wanted(places, packs[:, 1])
+                some = bases.wanted(places)
                 if some.any():
                     known = on_host(self.exact, packs[some], self.block_pages)
-                    bases.add(*known, left_out if some[0] else 0, places[some])
+                    bases.add(*known, places[some], left_out if some[0] else 0)
                 basis = bases.shared
             bases.assign(packs[:, 0], basis)
         (table,) = send(self.device, packs)

@@ -34,12 +34,14 @@ from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pool_bases import (
     OWN_SHARE,
     PoolBases,
+    Reach,
     basis_bytes,
     basis_shape,
     check_basis,
     shared_bases,
 )
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
+from kvweave.runner.model.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,15 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
 
 
+def _reach(spec: ModelSpec, tokens: int) -> Reach | None:
+    """Where keys may stand in a pool of so many tokens; None where RoPE depends on the length."""
+    rotary = Rotary(spec)
+    if not rotary.keys or not rotary.is_fixed:
+        return None
+    most = tokens if spec.positions is None else min(tokens, spec.positions)
+    return Reach(rotary.fixed(1).rope, most, spec.kv_heads)
+
+
 def make_packed_pool(
     spec: ModelSpec,
     page_tokens: int,
@@ -213,7 +224,10 @@ def make_packed_pool(
     pages, bounds = made()
     bases = None
     if pages.bases is not None:
-        bases = PoolBases(pages.bases, of, per_block, packing.basis, refines=packing.refines)
+        reach = _reach(spec, tokens)
+        bases = PoolBases(
+            pages.bases, of, per_block, packing.basis, refines=packing.refines, reach=reach
+        )
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None

@@ -87,8 +87,8 @@ class Packing:
     `basis` f32 [pages, 2, rows, D], as `ops.Moments.basis` makes it of all layers and KV heads: in
     which everything is packed that has no basis of its own. None has it made of the first tokens
     that the runner packs, whoever's they are; until there are enough of them nothing is rotated.
-    Where those were of short texts, a second one is made once there are longer ones, and what comes
-    from then on is packed in it.
+    A second one is made of them, at any position, once a text is longer than those were, and what
+    comes from then on is packed in it.
     `copy_bytes`: so much of the host's memory for exact copies of documents, from which they are
     packed once more in a basis of their own, behind whoever inserted them (MosaicKV, section 5.4).
     `beside`: whether each layer of a prompt is packed while the layers behind it are computed
@@ -185,7 +185,7 @@ class Packing:
 
     @property
     def refines(self) -> bool:
-        """Whether the shared basis that a pool makes may give way to one of longer texts."""
+        """Whether the shared basis that a pool makes may give way to one for longer texts."""
         return self.basis is None
 
     @property

@@ -1,14 +1,14 @@
 """`PoolBases`: the bases that a pool's blocks are packed in, and how the shared one is found.
 
 There are three kinds. The first basis rotates nothing. The next are those of all text without one
-of its own: one that is given, or one made of the first tokens that are packed, and another of more.
-The others belong to one document each, for as long as a block says that it was packed in
-it.
+of its own: one that is given, or one made of the first tokens that are packed, and another for
+longer texts. The others belong to one document each, for as long as a block says that it was packed
+in it.
 
-A basis of short texts is far from that of longer ones, since keys are rotated to their positions,
-and to wait for these would leave the first prompts along the axes. So the first is made of few
-tokens, whatever their positions, and gives way to one of more positions: what was packed in it
-stays as it is, since every block has the number of its own.
+A basis of short texts is far from that of longer ones, since keys are rotated to their positions:
+of pairs that turn slowly all that it knows is where they begin. It is the better for short texts,
+so it stays until a longer one comes. Then it gives way to one of the same tokens at any position,
+and what was packed in it stays as it is, since every block has the number of its own.
 
 A basis of planes has the steps of their codes, so the first one is of no use before it has been
 made of some tokens: those that are packed first of all.
@@ -42,7 +42,7 @@ SHARED = 1
 """The basis of text that has none of its own: that which is given, or the first that is made."""
 
 REFINED = 2
-"""The same from the time on when texts have been longer, in pools that make one then."""
+"""The same from the time on when texts are longer than that is made of, in pools that make one."""
 
 OWN_SHARE = 8
 """A document has a basis of its own where this takes at most one of so many of its pages' bytes."""
@@ -50,8 +50,11 @@ OWN_SHARE = 8
 SHARED_TOKENS = 512
 """Tokens that the shared basis is made of, at least, where none is given."""
 
-REFINED_TOKENS = 2048
-"""Positions that the second one is made of: pages at all places before have been packed once."""
+LONGER = 1.25
+"""A text is longer than others where a page of it begins so many times as far as theirs end."""
+
+REACH_MOVES, GOLDEN = 64, (5**0.5 - 1) / 2
+"""Moves by which tokens stand anywhere, and the step between two of them, of the whole reach."""
 
 QUERY_ROWS = 64
 """Rows of a chunk whose queries are taken note of, at most."""
@@ -131,23 +134,45 @@ class BlockBases:
         return [None if at == 0 else self.bases[at - 1] for at in self.which.tolist()]
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Where keys of coming texts may stand: at positions below `tokens`, turned as `rope` says.
+
+    `first_layer`: of the layers of `kv_heads` heads that bases are of.
+    """
+
+    rope: ops.RopeTable
+    tokens: int
+    kv_heads: int
+    first_layer: int = 0
+
+    def all_over(self, moments: ops.Moments) -> ops.Moments:
+        """What tokens and queries come to where they stand anywhere within reach.
+
+        They are moved by so many positions that lie evenly, at steps of no period of any pair.
+        """
+        places = np.arange(REACH_MOVES) * GOLDEN % 1.0
+        deltas = (places * self.tokens).astype(np.int32)
+        known = {"kv_heads": self.kv_heads, "first_layer": self.first_layer}
+        return moments.moved(self.rope, deltas, **known)
+
+
 class FoundBasis:
     """What shared bases of blocks of so many `pages` are made of: tokens and queries, as they come.
 
-    The first is made of all that is packed until there are `SHARED_TOKENS`. Behind it a page is
-    added where none has come from its place in a text; the second is made of them all once they are
-    of all places before `REFINED_TOKENS`. `refines`: whether there is to be one. `number`: of the
-    basis that text is packed in by now. All sums are in f64 on the host, and end with the last
-    basis that is made of them.
+    The first is made of all that is packed until there are `SHARED_TOKENS`, as they stand. So it is
+    of these positions: the second is made of the same tokens all over the `reach`, once a text is
+    `LONGER` than those were, and of its pages behind them. A reach of None has no second one.
+    `number`: of the basis that text is packed in by now. All sums are in f64 on the host, and end
+    with the last basis that is made of them.
     """
 
-    def __init__(self, of: ops.PackedFormat, pages: int, *, refines: bool) -> None:
+    def __init__(self, of: ops.PackedFormat, pages: int, reach: Reach | None) -> None:
         self.number = UNROTATED
-        self._format, self._pages = of, pages
+        self._format, self._pages, self._reach = of, pages, reach
         self._moments: ops.Moments | None = ops.Moments(of, pages)
-        # From which places in a text whole pages of finite numbers have come, and are to come.
-        self._seen: set[int] = set()
-        self._needed = frozenset(range(REFINED_TOKENS // of.page_tokens if refines else 0))
+        # The first place in a text from which no page has come.
+        self._end = 0
 
     @property
     def wants_moments(self) -> bool:
@@ -159,56 +184,51 @@ class FoundBasis:
         """Whether any tokens have been packed while a basis is to be made."""
         return self._moments is not None and self._moments.tokens > 0
 
-    def wanted(self, places: Rows, tokens: Rows | None = None) -> npt.NDArray[np.bool_]:
+    def wanted(self, places: Rows) -> npt.NDArray[np.bool_]:
         """Of pages [N], by their places in their texts, those that a basis is to be made of.
 
-        `tokens` [N] that each has; None: all are whole. Until there is a basis it is to be made of
-        any, then of whole ones from new places.
+        Until there is one it is to be made of any, then of those behind all others, where some lie
+        so far behind that they are of a longer text.
         """
-        if self._moments is None or self.number == UNROTATED:
-            return np.full(len(places), self.wants_moments)
-        found = ~np.isin(places, list(self._seen))
-        return found if tokens is None else found & (tokens == self._format.page_tokens)
+        if self._moments is None:
+            return np.zeros(len(places), np.bool_)
+        if self.number == UNROTATED:
+            return np.ones(len(places), np.bool_)
+        longer = int(places.max(initial=0)) >= LONGER * self._end
+        return longer & (places >= self._end)
 
     def add(
-        self, cache: torch.Tensor, packs: Int32, left_out: int = 0, places: Rows | None = None
+        self, cache: torch.Tensor, packs: Int32, places: Rows, left_out: int = 0
     ) -> torch.Tensor | None:
-        """Takes note of exact pages on the host that are to be packed, but for some first tokens.
+        """Takes note of exact pages on the host that are wanted, but for some first tokens.
 
-        `places` as `wanted` has them, which a pool without a second basis need not know. Returns
-        what the basis `number` is from now on, where these tokens change that.
+        Returns what the basis `number` is from now on, where these tokens change that.
         """
         moments, begun = self._moments, self.begun
         assert moments is not None
-        for at in range(len(packs)):
-            known, out = moments.left_out, left_out if at == 0 else 0
-            add_without_first(moments, cache, packs[at : at + 1], self._pages, out)
-            count = int(packs[at, 1])
-            # What has other numbers than finite ones may come again from a text that has none.
-            finite = moments.left_out - known == 2 * self._pages * min(out, count)
-            whole = count == self._format.page_tokens
-            if places is not None and finite and whole:
-                self._seen.add(int(places[at]))
-        first, all_seen = self.number == UNROTATED, self._needed <= self._seen
-        if moments.tokens >= SHARED_TOKENS if first else all_seen:
-            basis = torch.from_numpy(moments.basis())
-            self.number += 1
-            if all_seen:
-                self._moments = None
-            return basis
-        if first and needs_steps(self._format) and not begun:
-            return torch.from_numpy(moments.basis(rotated=False))
-        return None
+        add_without_first(moments, cache, packs, self._pages, left_out)
+        self._end = max(self._end, int(places.max()) + 1)
+        if self.number == SHARED:
+            assert self._reach is not None
+            basis = self._reach.all_over(moments).basis()
+            self.number, self._moments = REFINED, None
+        elif moments.tokens >= SHARED_TOKENS:
+            basis = moments.basis()
+            self.number, self._moments = SHARED, None if self._reach is None else moments
+        elif needs_steps(self._format) and not begun:
+            basis = moments.basis(rotated=False)
+        else:
+            return None
+        return torch.from_numpy(basis)
 
-    def wants_queries(self, places: Rows | None = None) -> bool:
+    def wants_queries(self, places: Rows) -> bool:
         """Whether that basis spends its bits by what queries read, and those of some rows count.
 
         They do until there is a basis, then where they fill pages [N] of which some are `wanted`.
         """
         if not self.wants_moments or not needs_steps(self._format):
             return False
-        first = self.number == UNROTATED
-        return first or (places is not None and bool(self.wanted(places).any()))
+        return self.number == UNROTATED or bool(self.wanted(places).any())
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Takes note of queries, as `Moments.add_queries`, before what they read is packed."""
@@ -220,8 +240,8 @@ class PoolBases:
     """The bases of the blocks of one pool, each of so many `pages`.
 
     `shared`: that of all text that has none of its own, as `check_basis` takes it; None has it made
-    of what is packed, and `refines` a second one as `FoundBasis` does. Of `bases` the first
-    `shared_bases` belong to no document.
+    of what is packed. `refines`: there is room for a second one, which is made as `FoundBasis` has
+    it where there is a `reach`. Of `bases` the first `shared_bases` belong to no document.
     """
 
     def __init__(
@@ -231,10 +251,11 @@ class PoolBases:
         pages: int,
         shared: torch.Tensor | None,
         *,
-        refines: bool,
+        refines: bool = False,
+        reach: Reach | None = None,
     ) -> None:
         self.bases, self.format, self.pages = bases, of, pages
-        self._given, self._refines = shared, refines
+        self._given, self._reach = shared, reach
         self.first_own = shared_bases(refines=refines)
         # What `bases.of` says, wherever that lies.
         self._of = np.zeros(len(bases.of), np.int32)
@@ -258,7 +279,7 @@ class PoolBases:
         self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._found: FoundBasis | None = None
         if self._given is None:
-            self._found = FoundBasis(self.format, self.pages, refines=self._refines)
+            self._found = FoundBasis(self.format, self.pages, self._reach)
             return
         self.write(SHARED, self._given)
         self.shared = SHARED
@@ -278,27 +299,25 @@ class PoolBases:
         """Whether a shared basis is still to be made of what is packed."""
         return self._found is not None and self._found.wants_moments
 
-    def wanted(self, places: Rows, tokens: Rows | None = None) -> npt.NDArray[np.bool_]:
+    def wanted(self, places: Rows) -> npt.NDArray[np.bool_]:
         """As `FoundBasis.wanted`: what is to be added before it is packed."""
         if self._found is None:
             return np.zeros(len(places), np.bool_)
-        return self._found.wanted(places, tokens)
+        return self._found.wanted(places)
 
-    def add(
-        self, cache: torch.Tensor, packs: Int32, left_out: int = 0, places: Rows | None = None
-    ) -> None:
+    def add(self, cache: torch.Tensor, packs: Int32, places: Rows, left_out: int = 0) -> None:
         """Takes note of exact pages on the host that are to be packed, until they are enough.
 
-        So many tokens at the beginning of the first pack count for nothing; `places` as
-        `FoundBasis.add` has them. Where a basis is made of them they are packed in it already.
+        `places` [N]: which pages of their texts they are. So many tokens at the beginning of the
+        first pack count for nothing. Where a basis is made of them they are packed in it already.
         """
         assert self._found is not None
-        made = self._found.add(cache, packs, left_out, places)
+        made = self._found.add(cache, packs, places, left_out)
         self.shared = self._found.number
         if made is not None:
             self.write(self.shared, made)
 
-    def wants_queries(self, places: Rows | None = None) -> bool:
+    def wants_queries(self, places: Rows) -> bool:
         """As `FoundBasis.wants_queries`."""
         return self._found is not None and self._found.wants_queries(places)
 
