@@ -14,13 +14,13 @@ from kvweave import ops
 from kvweave.runner import Packing, Runner
 from kvweave.runner.kv.pool_bases import (
     GOLDEN,
-    REACH_MOVES,
+    MOVES,
     REFINED,
     SHARED,
     UNROTATED,
     FoundBasis,
     PoolBases,
-    Reach,
+    PositionRange,
     basis_shape,
     shared_bases,
 )
@@ -44,7 +44,7 @@ def model() -> Any:
 
 INV_FREQ = 10.0 ** -torch.linspace(0, 4, DIM // 2)
 ROPE = ops.RopeTable(INV_FREQ[None].contiguous())
-WIDE = Reach(ROPE, 1 << 16, PAGES)
+WIDE = PositionRange(ROPE, 1 << 16, PAGES)
 
 
 def drawn(pages: int, seed: int) -> torch.Tensor:
@@ -74,9 +74,9 @@ def turned(x: torch.Tensor, by: int, inv_freq: torch.Tensor = INV_FREQ) -> torch
 def all_over(pages: torch.Tensor, tokens: int, inv_freq: torch.Tensor = INV_FREQ) -> torch.Tensor:
     """Pages f64 where keys stand at many positions below so many: [n, PAGES, 2, 64·moves, D]."""
     keys, values = pages.double().unbind(2)
-    by = [int(tokens * (n * GOLDEN % 1.0)) for n in range(REACH_MOVES)]
+    by = [int(tokens * (n * GOLDEN % 1.0)) for n in range(MOVES)]
     moved = torch.cat([turned(keys, delta, inv_freq) for delta in by], 2)
-    return torch.stack((moved, values.repeat(1, 1, REACH_MOVES, 1)), 2)
+    return torch.stack((moved, values.repeat(1, 1, MOVES, 1)), 2)
 
 
 def expect_basis_of(basis: torch.Tensor, pages: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ def test_the_second_is_of_the_same_tokens_at_any_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reach", "texts", "numbers"),
+    ("positions", "texts", "numbers"),
     [
         (WIDE, [4, 4, 5], [SHARED]),
         (WIDE, [4, 4, 5, 6], [SHARED, REFINED]),
@@ -130,10 +130,10 @@ def test_the_second_is_of_the_same_tokens_at_any_position() -> None:
     ],
 )
 def test_when_there_is_a_longer_text(
-    reach: Reach | None, texts: list[int], numbers: list[int]
+    positions: PositionRange | None, texts: list[int], numbers: list[int]
 ) -> None:
     """Of texts of so many pages; those that are no longer, however many, make no second one."""
-    found = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, reach)
+    found = FoundBasis(ops.packed_format("half-int4", DIM), PAGES, positions)
     made, taken = [], 0
     for count in texts:
         taken += found.wanted(np.arange(count, dtype=np.int32)).sum()
@@ -141,7 +141,7 @@ def test_when_there_is_a_longer_text(
             made.append(found.number)
     assert made == numbers
     assert found.number == (numbers or [UNROTATED])[-1]
-    wants = found.number == UNROTATED or (reach is not None and found.number == SHARED)
+    wants = found.number == UNROTATED or (positions is not None and found.number == SHARED)
     assert found.wants_moments == wants
     assert taken <= 8 + 2 * max(texts)
 
@@ -151,8 +151,8 @@ def test_short_texts_give_what_they_gave_without_a_second(name: str) -> None:
     """All is as in a pool that makes no second one, bit for bit."""
     of, pages = ops.packed_format(name, DIM), drawn(9, 3)
     made = []
-    for reach in (None, WIDE):
-        found = FoundBasis(of, PAGES, reach)
+    for positions in (None, WIDE):
+        found = FoundBasis(of, PAGES, positions)
         places = np.arange(3, dtype=np.int32)
         if found.wants_queries(places):
             draws = torch.Generator().manual_seed(1)
@@ -189,7 +189,7 @@ def test_bad_input_among_later_tokens(name: str, spoiled: str) -> None:
 
 def test_a_second_basis_is_for_positions_that_no_token_had() -> None:
     """Of keys there it loses less in as few numbers."""
-    of, far = ops.packed_format("half-int4", DIM), Reach(ROPE, 1 << 14, PAGES)
+    of, far = ops.packed_format("half-int4", DIM), PositionRange(ROPE, 1 << 14, PAGES)
     found, text = FoundBasis(of, PAGES, far), drawn(9, 5)
     bases = [
         told(found, text[some], at) for some, at in ((slice(8), [*range(8)]), (slice(8, 9), [12]))
@@ -223,7 +223,7 @@ def test_a_pool_that_begins_anew_makes_both_anew(name: str) -> None:
     data = torch.zeros((shared_bases(refines=True) + own, *basis_shape(of, PAGES)))
     pages = ops.PackedPages.zeros(PAGES * 64, of, bases=data)
     assert pages.bases is not None
-    pool = PoolBases(pages.bases, of, PAGES, None, refines=True, reach=WIDE)
+    pool = PoolBases(pages.bases, of, PAGES, None, refines=True, positions=WIDE)
     assert pool.most_own == own
     for seed in (1, 2):
         text, numbers = drawn(12, seed), []

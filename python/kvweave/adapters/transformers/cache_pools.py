@@ -29,7 +29,7 @@ from kvweave.runner.kv.packed_room import PoolSizes
 from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pages import make_cache_of
 from kvweave.runner.kv.pool_bases import (
-    Reach,
+    PositionRange,
     basis_bytes,
     basis_shape,
     check_basis,
@@ -197,8 +197,8 @@ class CacheForm:
         packed, bounds = made()
         layers = None
         if packed.bases is not None:
-            reach = Reach(rope, tokens, geometry.kv_heads)
-            layers = LayerBases(packed.bases, of, packing.basis, reach)
+            positions = PositionRange(rope, tokens, geometry.kv_heads)
+            layers = LayerBases(packed.bases, of, packing.basis, positions)
         reads = PackedHeads(sizes.exact, None, "", SINK_TOKENS, RECENT_TOKENS)
         pool = LayeredPool(
             layers=(),

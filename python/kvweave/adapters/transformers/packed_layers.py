@@ -13,7 +13,7 @@ from kvweave.runner.kv.packed_pool import PackedPool, on_host
 from kvweave.runner.kv.pool_bases import (
     SHARED,
     FoundBasis,
-    Reach,
+    PositionRange,
     needs_steps,
     shared_bases,
     some_queries,
@@ -27,7 +27,7 @@ class LayerBases:
     To ops a layer's pages of a block are a block of their own, and so are its bases: `data` f32
     [n · L, G, 2, rows, D] has for each layer one that rotates nothing, then the shared ones, which
     are `given` f32 [L · G, 2, rows, D], or come of a `FoundBasis`, of which the second is for texts
-    within `reach`. As in `PoolBases`, planes have the steps of the tokens that were packed
+    within `positions`. As in `PoolBases`, planes have the steps of the tokens that were packed
     first until then.
     """
 
@@ -36,7 +36,7 @@ class LayerBases:
         bases: ops.PackedBases,
         of: ops.PackedFormat,
         given: torch.Tensor | None,
-        reach: Reach,
+        positions: PositionRange,
     ) -> None:
         self._bases, self._format = bases, of
         count, self._heads = bases.data.shape[:2]
@@ -47,8 +47,8 @@ class LayerBases:
         # Of each layer what its shared bases are made of, where none is given.
         self._found: list[FoundBasis] | None = None
         if given is None:
-            reaches = (replace(reach, first_layer=layer) for layer in range(self._layers))
-            self._found = [FoundBasis(of, self._heads, each) for each in reaches]
+            ranges = (replace(positions, first_layer=layer) for layer in range(self._layers))
+            self._found = [FoundBasis(of, self._heads, each) for each in ranges]
         else:
             whole = given.view(self._layers, *bases.data.shape[1:])
             bases.data[self._layers * SHARED :] = whole.to(bases.data)

@@ -34,7 +34,7 @@ from kvweave.runner.kv.packing import PAGE_TOKENS, Packing
 from kvweave.runner.kv.pool_bases import (
     OWN_SHARE,
     PoolBases,
-    Reach,
+    PositionRange,
     basis_bytes,
     basis_shape,
     check_basis,
@@ -152,13 +152,13 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
 
 
-def _reach(spec: ModelSpec, tokens: int) -> Reach | None:
+def _positions(spec: ModelSpec, tokens: int) -> PositionRange | None:
     """Where keys may stand in a pool of so many tokens; None where RoPE depends on the length."""
     rotary = Rotary(spec)
     if not rotary.keys or not rotary.is_fixed:
         return None
     most = tokens if spec.positions is None else min(tokens, spec.positions)
-    return Reach(rotary.fixed(1).rope, most, spec.kv_heads)
+    return PositionRange(rotary.fixed(1).rope, most, spec.kv_heads)
 
 
 def make_packed_pool(
@@ -224,9 +224,9 @@ def make_packed_pool(
     pages, bounds = made()
     bases = None
     if pages.bases is not None:
-        reach = _reach(spec, tokens)
+        positions = _positions(spec, tokens)
         bases = PoolBases(
-            pages.bases, of, per_block, packing.basis, refines=packing.refines, reach=reach
+            pages.bases, of, per_block, packing.basis, refines=packing.refines, positions=positions
         )
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.

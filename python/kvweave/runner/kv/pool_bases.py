@@ -53,8 +53,8 @@ SHARED_TOKENS = 512
 LONGER = 1.25
 """A text is longer than others where a page of it begins so many times as far as theirs end."""
 
-REACH_MOVES, GOLDEN = 64, (5**0.5 - 1) / 2
-"""Moves by which tokens stand anywhere, and the step between two of them, of the whole reach."""
+MOVES, GOLDEN = 64, (5**0.5 - 1) / 2
+"""So many moves have tokens stand anywhere; the step between two of them, as a share of the way."""
 
 QUERY_ROWS = 64
 """Rows of a chunk whose queries are taken note of, at most."""
@@ -135,7 +135,7 @@ class BlockBases:
 
 
 @dataclass(frozen=True)
-class Reach:
+class PositionRange:
     """Where keys of coming texts may stand: at positions below `tokens`, turned as `rope` says.
 
     `first_layer`: of the layers of `kv_heads` heads that bases are of.
@@ -147,11 +147,11 @@ class Reach:
     first_layer: int = 0
 
     def all_over(self, moments: ops.Moments) -> ops.Moments:
-        """What tokens and queries come to where they stand anywhere within reach.
+        """What the sums of tokens and queries are where these stand anywhere in the range.
 
-        They are moved by so many positions that lie evenly, at steps of no period of any pair.
+        The golden ratio's multiples lie evenly, and their steps are no period of any pair.
         """
-        places = np.arange(REACH_MOVES) * GOLDEN % 1.0
+        places = np.arange(MOVES) * GOLDEN % 1.0
         deltas = (places * self.tokens).astype(np.int32)
         known = {"kv_heads": self.kv_heads, "first_layer": self.first_layer}
         return moments.moved(self.rope, deltas, **known)
@@ -161,15 +161,15 @@ class FoundBasis:
     """What shared bases of blocks of so many `pages` are made of: tokens and queries, as they come.
 
     The first is made of all that is packed until there are `SHARED_TOKENS`, as they stand. So it is
-    of these positions: the second is made of the same tokens all over the `reach`, once a text is
-    `LONGER` than those were, and of its pages behind them. A reach of None has no second one.
+    of these positions. The second is made of the same tokens all over the range of `positions`,
+    once a text is `LONGER` than theirs, and of its pages behind them; there is none for None.
     `number`: of the basis that text is packed in by now. All sums are in f64 on the host, and end
     with the last basis that is made of them.
     """
 
-    def __init__(self, of: ops.PackedFormat, pages: int, reach: Reach | None) -> None:
+    def __init__(self, of: ops.PackedFormat, pages: int, positions: PositionRange | None) -> None:
         self.number = UNROTATED
-        self._format, self._pages, self._reach = of, pages, reach
+        self._format, self._pages, self._positions = of, pages, positions
         self._moments: ops.Moments | None = ops.Moments(of, pages)
         # The first place in a text from which no page has come.
         self._end = 0
@@ -209,12 +209,12 @@ class FoundBasis:
         add_without_first(moments, cache, packs, self._pages, left_out)
         self._end = max(self._end, int(places.max()) + 1)
         if self.number == SHARED:
-            assert self._reach is not None
-            basis = self._reach.all_over(moments).basis()
+            assert self._positions is not None
+            basis = self._positions.all_over(moments).basis()
             self.number, self._moments = REFINED, None
         elif moments.tokens >= SHARED_TOKENS:
             basis = moments.basis()
-            self.number, self._moments = SHARED, None if self._reach is None else moments
+            self.number, self._moments = SHARED, None if self._positions is None else moments
         elif needs_steps(self._format) and not begun:
             basis = moments.basis(rotated=False)
         else:
@@ -241,7 +241,8 @@ class PoolBases:
 
     `shared`: that of all text that has none of its own, as `check_basis` takes it; None has it made
     of what is packed. `refines`: there is room for a second one, which is made as `FoundBasis` has
-    it where there is a `reach`. Of `bases` the first `shared_bases` belong to no document.
+    it where the range of `positions` is known. Of `bases` the first `shared_bases` belong to no
+    document.
     """
 
     def __init__(
@@ -252,10 +253,10 @@ class PoolBases:
         shared: torch.Tensor | None,
         *,
         refines: bool = False,
-        reach: Reach | None = None,
+        positions: PositionRange | None = None,
     ) -> None:
         self.bases, self.format, self.pages = bases, of, pages
-        self._given, self._reach = shared, reach
+        self._given, self._positions = shared, positions
         self.first_own = shared_bases(refines=refines)
         # What `bases.of` says, wherever that lies.
         self._of = np.zeros(len(bases.of), np.int32)
@@ -279,7 +280,7 @@ class PoolBases:
         self._known: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._found: FoundBasis | None = None
         if self._given is None:
-            self._found = FoundBasis(self.format, self.pages, self._reach)
+            self._found = FoundBasis(self.format, self.pages, self._positions)
             return
         self.write(SHARED, self._given)
         self.shared = SHARED
