@@ -49,12 +49,12 @@ class PoolSizes:
     """How large the two pools of a model are, by the tokens that they have room for.
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page and its bounds, where it has any, and `basis_bytes` of a basis, of which so many are
-    `shared` by text without one of its own. `chunk_tokens`: rows
-    of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
-    may have bases of their own. `final_share`: so many of their bytes packed pages have beside
-    them for texts that are packed finally, whose blocks have `least_final` bytes at least, and
-    pages `bound_bytes` of bounds. `first_bytes`: of a document's exact first tokens.
+    packed page and its bounds, where it has any, and `basis_bytes` of a basis, of which `shared`
+    belong to no document. `chunk_tokens`: rows of a prompt that are computed at once, where the
+    caller says so. `has_own`: whether documents may have bases of their own. `final_share`: so many
+    of their bytes packed pages have beside them for texts that are packed finally, whose blocks
+    have `least_final` bytes at least, and pages `bound_bytes` of bounds. `first_bytes`: of a
+    document's exact first tokens.
     """
 
     exact: KvShape
@@ -152,13 +152,21 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
 
 
-def _positions(spec: ModelSpec, tokens: int) -> PositionRange | None:
-    """Where keys may stand in a pool of so many tokens; None where RoPE depends on the length."""
-    rotary = Rotary(spec)
-    if not rotary.keys or not rotary.is_fixed:
+def _bases(
+    spec: ModelSpec, packing: Packing, pages: ops.PackedPages, tokens: int
+) -> PoolBases | None:
+    """The bases of a pool of so many tokens; None in a format without any.
+
+    Where frequencies of RoPE depend on the length, keys have no other positions.
+    """
+    if pages.bases is None:
         return None
-    most = tokens if spec.positions is None else min(tokens, spec.positions)
-    return PositionRange(rotary.fixed(1).rope, most, spec.kv_heads)
+    rotary, positions = Rotary(spec), None
+    if rotary.keys and rotary.is_fixed:
+        most = tokens if spec.positions is None else min(tokens, spec.positions)
+        positions = PositionRange(rotary.fixed(1).rope, most, spec.kv_heads)
+    known = pages.bases, pages.format, len(spec.layers) * spec.kv_heads, packing.basis
+    return PoolBases(*known, refines=packing.refines, positions=positions)
 
 
 def make_packed_pool(
@@ -222,12 +230,7 @@ def make_packed_pool(
         return ops.PackedPages.zeros(count, of, spec.device, bases=bases), bounds
 
     pages, bounds = made()
-    bases = None
-    if pages.bases is not None:
-        positions = _positions(spec, tokens)
-        bases = PoolBases(
-            pages.bases, of, per_block, packing.basis, refines=packing.refines, positions=positions
-        )
+    bases = _bases(spec, packing, pages, tokens)
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None
