@@ -200,6 +200,11 @@ impl Sums {
         }
     }
 
+    /// An element of Σ x xᵀ, of which the lower triangle is all that is summed.
+    fn product(&self, i: usize, j: usize) -> f64 {
+        self.products[i.max(j) * self.sum.len() + i.min(j)]
+    }
+
     /// The mean over moves of what the sums of moved vectors are.
     fn moved(&self, rope: &RopeTable, layer: usize, deltas: &[i32]) -> Self {
         let dim = self.sum.len();
@@ -209,10 +214,8 @@ impl Sums {
         let mut whole = vec![0.0; dim * dim];
         for &delta in deltas {
             let mut sum = self.sum.clone();
-            for at in 0..dim * dim {
-                // Of the lower triangle, which is all that is summed.
-                let (i, j) = ((at / dim).max(at % dim), (at / dim).min(at % dim));
-                whole[at] = self.products[i * dim + j];
+            for (at, product) in whole.iter_mut().enumerate() {
+                *product = self.product(at / dim, at % dim);
             }
             for (i, &frequency) in frequencies.iter().enumerate() {
                 let (sin, cos) = (f64::from(delta) * f64::from(frequency)).sin_cos();
@@ -247,12 +250,11 @@ impl Sums {
             self.sum.iter().map(|sum| if centred { sum / count } else { 0.0 }).collect();
         let around = (0..dim * dim)
             .map(|at| {
-                // Of the lower triangle, which is all that is summed.
-                let (i, j) = ((at / dim).max(at % dim), (at / dim).min(at % dim));
+                let (i, j) = (at / dim, at % dim);
                 if i != j && !rotated {
                     return 0.0;
                 }
-                self.products[i * dim + j] / count - mean[i] * mean[j]
+                self.product(i, j) / count - mean[i] * mean[j]
             })
             .collect();
         Spread { mean, around }
