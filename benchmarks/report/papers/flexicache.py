@@ -56,11 +56,11 @@ CLAIMS = (
         "Figure 6",
         "Poisson arrivals at 0.4 a second: time per output token 2.1 times less than vLLM's with "
         "1024 tokens read (34.6, 71.5), 1.6 times less with 2048",
-        "200 requests of that kind, three in four seconds, all layers, 64 GiB of the device for KV, the "
-        "paper's cadence and 1024 tokens read: the median time between two tokens {} ms, {} times "
-        "less than our dense engine's, which this rate saturates; a request's time a token, "
-        "prefills of others among it, {} times less on average; first tokens come {} times as "
-        "early. vLLM was not run under this load",
+        "200 requests of that kind, three in four seconds, all layers, 64 GiB of the device for "
+        "KV, the paper's cadence and 1024 tokens read: the median time between two tokens {} ms, "
+        "{} times less than our dense engine's, which this rate saturates; a request's time a "
+        "token, prefills of others among it, {} times less on average; first tokens come {} times "
+        "as early. vLLM was not run under this load",
         (
             row("host_load_whole", f"{WHOLE}: between tokens"),
             row("host_load_whole", f"{WHOLE}: between tokens", "× all"),
