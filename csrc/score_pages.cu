@@ -24,6 +24,7 @@ namespace {
 constexpr int kThreads = 256;
 
 constexpr uint32_t kMostRows = 2048;  // that a thread block counts: SHARED_ROWS of the launch
+constexpr uint32_t kClosed = 1024;    // places of a row that a thread block closes at once
 constexpr uint32_t kMostWindows = kMostSlots * kSlot / kWindow;  // MOST_WINDOWS of it
 
 // Windows of a thread block where each row has some of its own.
@@ -131,8 +132,11 @@ __device__ __forceinline__ void score_by_tiles(const ScorePagesParams& params) {
     EntryRow(params, number % params.kv_heads, number / params.kv_heads)
         .close(begin_of_chunk * kWindow, until * kWindow);
   }
-  for (uint32_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
-    EntryRow(params, row % params.kv_heads, row / params.kv_heads).close(0, params.width);
+  // Some places of a row each.
+  const uint32_t parts = (params.width + kClosed - 1) / kClosed;
+  for (uint32_t i = blockIdx.x; i < params.rows * parts; i += gridDim.x) {
+    const uint32_t row = i / parts, first = i % parts * kClosed;
+    EntryRow(params, row % params.kv_heads, row / params.kv_heads).close(first, first + kClosed);
   }
 }
 

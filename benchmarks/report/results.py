@@ -104,6 +104,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f"{HOST_LOAD} --task '{HOST_TASK}, \"copies\": []}}'",
         f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["cadence"], "whole": false, '
         '"host_bytes": 85899345920}\'',
+        f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["late"], "whole": false, '
+        '"host_bytes": 85899345920, "requests": 150}\'',
         "python -m benchmarks.cases.host_load --join FILE FILE --json FILE",
     ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),

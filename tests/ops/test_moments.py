@@ -249,3 +249,85 @@ def test_what_cannot_be_taken_in_is_refused(cache, packs, message) -> None:
     with pytest.raises(InvalidArgument, match=message):
         moments.add(cache, np.array(packs, np.int32))
     assert moments.tokens == 0
+
+
+# ---- texts at other positions -----------------------------------------------------------------
+
+
+def turned(x: torch.Tensor, angles: torch.Tensor, pairing: str) -> torch.Tensor:
+    """Vectors [..., D] whose first pairs are turned by angles f64 [n]; the others stay."""
+    out, count = x.double().clone(), len(angles)
+    pair = (slice(0, count), slice(count, 2 * count))
+    if pairing == "interleaved":
+        pair = (slice(0, 2 * count, 2), slice(1, 2 * count, 2))
+    one, other = (x.double()[..., part] for part in pair)
+    out[..., pair[0]] = one * angles.cos() - other * angles.sin()
+    out[..., pair[1]] = other * angles.cos() + one * angles.sin()
+    return out
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("form", [OF, PLANES])
+def test_moved_moments_are_those_of_moved_tokens(form, pairing, generator) -> None:
+    """Of two layers of two KV heads whose pairs turn unlike, a quarter of which do not turn."""
+    dim, count = form.head_dim, 3 * form.head_dim // 8
+    frequencies = torch.rand(3, count, generator=generator) ** 4
+    rope = ops.RopeTable(frequencies, pairing)
+    blocks = 1 + 4 * np.arange(12).reshape(6, 2)
+    packs = np.column_stack((blocks[:, 0], np.full(6, 32), blocks)).astype(np.int32)
+    cache = torch.randn(49, 2, 16, dim, generator=generator) + torch.arange(dim) / dim
+    queries = torch.randn(40, 4, dim, generator=generator)
+    deltas = [0, 3, -7, 100_000]
+    moments, wanted = ops.Moments(form, 4), ops.Moments(form, 4)
+    moments.add(cache, packs)
+    for layer in (0, 1):
+        moments.add_queries(queries, first=2 * layer, kv_heads=2)
+    before = moments.basis()
+    for delta in deltas:
+        copy = cache.clone()
+        for layer in (0, 1):
+            # The layers are the table's second and third.
+            angles = delta * frequencies[1 + layer].double()
+            pages = (blocks.reshape(-1, 1) + 2 * layer + np.arange(2)).reshape(-1)
+            copy[pages, 0] = turned(cache[pages, 0], angles, pairing).float()
+            rows = turned(queries, angles, pairing).float()
+            wanted.add_queries(rows, first=2 * layer, kv_heads=2)
+        wanted.add(copy, packs)
+    moved = moments.moved(rope, np.array(deltas, np.int32), kv_heads=2, first_layer=1)
+    assert (moved.tokens, moved.left_out) == (6 * 32, 0)
+    np.testing.assert_allclose(moved.metric, wanted.metric, rtol=1e-5, atol=1e-5)
+    got, other = (torch.from_numpy(each.basis()) for each in (moved, wanted))
+    torch.testing.assert_close(got[:, :, 0], other[:, :, 0], rtol=1e-4, atol=1e-5)
+    # Directions are the same but for their signs, which products with themselves have not.
+    rows = slice(1, None) if form.kind == "top-r" else slice(2 + dim, None)
+    pairs = [side[:, :, rows].mT @ side[:, :, rows] for side in (got, other)]
+    torch.testing.assert_close(*pairs, rtol=1e-2, atol=1e-2 * float(pairs[1].abs().max()))
+    # What was moved stays as it was, and moving by nothing changes nothing.
+    np.testing.assert_array_equal(moments.basis(), before)
+    same = moments.moved(rope, np.zeros(1, np.int32), kv_heads=2, first_layer=1)
+    np.testing.assert_array_equal(same.basis(), before)
+
+
+def test_moments_of_nothing_are_moved(generator) -> None:
+    rope = ops.RopeTable(torch.rand(2, 32, generator=generator))
+    moments = ops.Moments(OF, 2)
+    moved = moments.moved(rope, np.array([5], np.int32), kv_heads=1, first_layer=0)
+    np.testing.assert_array_equal(moved.basis(), moments.basis())
+    assert moved.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "deltas", "where", "message"),
+    [
+        (32, [], {"kv_heads": 1, "first_layer": 0}, "deltas: expected one at least, got 0"),
+        (32, [[1]], {"kv_heads": 1, "first_layer": 0}, "deltas: expected shape"),
+        (32, [1], {"kv_heads": 0, "first_layer": 0}, "kv_heads: expected a divisor of 2 pages"),
+        (32, [1], {"kv_heads": 3, "first_layer": 0}, "kv_heads: expected a divisor of 2 pages"),
+        (32, [1], {"kv_heads": 1, "first_layer": 1}, "first_layer: expected 2 layers within 2"),
+        (33, [1], {"kv_heads": 1, "first_layer": 0}, "rope: expected at most 64 turned channels"),
+    ],
+)
+def test_moves_that_cannot_be_are_refused(pairs, deltas, where, message) -> None:
+    rope = ops.RopeTable(torch.zeros(2, pairs))
+    with pytest.raises(InvalidArgument, match=message):
+        ops.Moments(OF, 2).moved(rope, np.array(deltas, np.int32), **where)

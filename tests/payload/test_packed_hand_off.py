@@ -19,6 +19,7 @@ from kvweave import InvalidArgument, NamespaceConflict, PoolFull
 from kvweave.payload import KvPayload, freeze_kv, import_kv
 from kvweave.runner import Runner
 from kvweave.runner.hand_off import take_over
+from kvweave.runner.kv.pool_bases import REFINED
 from kvweave.runner.prefill.prefilled import Prefill
 from packed_decoding import nothing_is_held, packed_runner, steps_of
 from page_meaning import random_packing
@@ -112,13 +113,14 @@ def test_answers_are_the_same_tokens(model: Any, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["half-int4", "planes-3"])
 def test_a_basis_that_the_sender_made_of_its_text_goes_along(model: Any, name: str) -> None:
-    """Pages of two bases, and those to come in what is the sender's shared one by now."""
+    """Pages of all bases that it made, and those to come in what is its shared one by now."""
     here, there = (runner_of(model, name, chunk_tokens=300, max_tokens=65536) for _ in range(2))
     # The receiver has one of its own, made of another text.
     there.generate(random_tokens(800, 9), "full", max_new_tokens=1)
     assert here.packed.bases.wants_moments
     payload, wanted, _ = handed_over(here, random_tokens(1030, 2))
-    assert payload.header.packed.bases == (2 if name == "planes-3" else 1)
+    assert here.packed.bases.shared == REFINED
+    assert payload.header.packed.bases == (3 if name == "planes-3" else 2)
     with resumed(there, payload) as done:
         assert there.packed.stats()["own_bases"] == payload.header.packed.bases
         assert same(said_by(there, done), wanted)
@@ -130,6 +132,22 @@ def test_a_basis_that_the_sender_made_of_its_text_goes_along(model: Any, name: s
         assert there.packed.stats()["own_bases"] == payload.header.packed.bases
         one.release()
         assert same(said_by(there, other), wanted)
+
+
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_shared_bases_that_the_receiver_has_need_no_room(model: Any, name: str) -> None:
+    """Both, also where none of its own pages is packed in the first."""
+    here, there = (runner_of(model, name, chunk_tokens=300, max_tokens=65536) for _ in range(2))
+    text = random_tokens(2030, 2)
+    payload, wanted, _ = handed_over(here, text)
+    there.prefill(text, "full", remember=False).release()
+    # Of planes that rotate nothing the steps are of each runner's own first tokens.
+    own = 1 if name == "planes-3" else 0
+    with resumed(there, payload) as done:
+        assert there.packed.stats()["own_bases"] == own
+        assert same(said_by(there, done), wanted)
+    assert there.packed.stats()["own_bases"] == 0
+    assert nothing_is_held(there)
 
 
 @pytest.mark.parametrize("name", ["half-int4", "planes-3"])

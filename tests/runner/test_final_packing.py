@@ -17,7 +17,6 @@ from families import random_tokens, tiny
 from kvweave import PoolFull
 from kvweave.runner import Packing, Runner, Segment
 from kvweave.runner.kv.aside import Aside
-from kvweave.runner.kv.pool_bases import FIRST_OWN
 from kvweave.runner.tiers import final_packing
 from packed_decoding import apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import of_format, random_packing
@@ -69,6 +68,13 @@ def basis_of(runner: Runner, number: int) -> torch.Tensor:
     return runner.packed.bases.bases.data[number]
 
 
+def own_basis(runner: Runner) -> torch.Tensor:
+    """The first that belongs to a document."""
+    assert runner.packed is not None
+    assert runner.packed.bases is not None
+    return basis_of(runner, runner.packed.bases.first_own)
+
+
 @formats
 def test_a_document_is_read_in_its_own_basis(name: str, model: Any) -> None:
     """As the pages' definition in that basis; what is decoded lies in the shared one."""
@@ -88,8 +94,8 @@ def test_a_document_is_read_in_its_own_basis(name: str, model: Any) -> None:
     assert short.packing.basis == "shared"
     assert short.packing.why == "too short for a basis of its own"
     assert runner.packing_stats() == {"final": 1, "kept": 0, "failed": 0, "copied_bytes": 0}
-    assert numbers_of(runner) >= {FIRST_OWN}
-    own = of_format(runner.packed.pages.format, basis_of(runner, FIRST_OWN))
+    assert numbers_of(runner) >= {runner.packed.bases.first_own}
+    own = of_format(runner.packed.pages.format, own_basis(runner))
     asked = {"reserve_tokens": 140, "remember": False, "watched": False}
     with runner.prefill(prompt, "naive", **asked) as done:
         pages = -(-long // 64) * runner.packed.block_bytes
@@ -149,7 +155,7 @@ def test_planes_have_the_basis_by_which_attention_moves_least(
     assert packing.chosen == {name: 2 * n for name, n in zip(candidates, counts, strict=True)}
     for page, number in enumerate(best.tolist()):
         wanted = list(candidates.values())[number][page]
-        assert torch.equal(basis_of(runner, FIRST_OWN)[page], wanted)
+        assert torch.equal(own_basis(runner)[page], wanted)
 
 
 def exact_of(cache: torch.Tensor, packs: Any) -> torch.Tensor:
@@ -188,7 +194,7 @@ def test_who_decodes_meanwhile_goes_on_and_is_switched_between_two_calls(
             assert not torch.equal(runner.packed.pages.data, bytes_of)
             logits += steps_of(runner, sequence, 5)
             said = sequence.tokens
-    own = of_format(runner.packed.pages.format, basis_of(runner, FIRST_OWN))
+    own = of_format(runner.packed.pages.format, own_basis(runner))
     before, after = (DocumentDecoding(model, 400, 16, shared, of, None, 1) for of in (shared, own))
     wanted = [before.prefill(prompt), *(before.step(token) for token in said[:5])]
     assert apart(logits[:6], wanted) < 1e-4
@@ -347,7 +353,7 @@ def test_what_is_not_finite_spoils_no_basis(model: Any) -> None:
     runner.flush()
     assert report.basis == "own"
     assert np.isnan(report.lost).all()
-    assert basis_of(runner, FIRST_OWN).isfinite().all()
+    assert own_basis(runner).isfinite().all()
     document = Segment(tokens=tokens[:-1].tolist())
     runner.encode(document.tokens, "sound")
     prompt = [fresh(70, 1), document, fresh(5, 2)]

@@ -171,7 +171,7 @@ class Driver:
         self.left = most
         self.known: dict[int, int] = {}
 
-    def register(self, address: int, size: int, _device: torch.device) -> bool:
+    def register(self, address: int, size: int, *_others: Any) -> bool:
         if size > self.left:
             return False
         self.left -= size
@@ -289,6 +289,40 @@ def test_what_is_not_pinned_ahead_is_pinned_or_not_for_who_needs_it(
     assert not arena.pinned
     arena.wait()
     assert arena.reserved == 4 * CHUNK
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_fails_ahead_is_said_and_left_to_who_needs_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = [0]
+
+    def register(*_given: Any) -> bool:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("the driver is gone")
+        return True
+
+    monkeypatch.setattr(host_arena, "register", register)
+    monkeypatch.setattr(host_arena, "unregister", lambda _addresses: None)
+    with caplog.at_level(logging.WARNING):
+        arena = HostArena((60, PAGE_BYTES), torch.uint8, GPU, ahead=60 * PAGE_BYTES)
+        arena.wait()
+    assert [r.message for r in caplog.records] == [
+        "host memory: no more is reserved ahead: the driver is gone"
+    ]
+    assert arena.pinned
+    assert arena.reserved == 2 * CHUNK
+    arena.reserve(np.asarray([10], np.int32), 1)
+    arena.wait()
+    assert arena.reserved == 3 * CHUNK
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_less_than_a_chunk_ahead_is_one() -> None:
+    arena = HostArena((40, PAGE_BYTES), torch.uint8, CPU, ahead=1)
+    arena.wait()
+    assert arena.reserved == 2 * CHUNK
 
 
 def test_an_arena_that_nobody_has_is_let_go_of_while_it_goes_ahead(

@@ -279,10 +279,11 @@ class World:
         rows, home = (np.asarray([of], np.int32) for of in (life.row, before))
         known = rows, home, torch.from_numpy(chosen), read
         coming, arrival = self.slots.room.bring_late(*known, lambda: None)
+        # As `LatePages.bring`, before anybody looks at what has failed.
+        life.host.expect(arrival)
         if self.slots.failures.pop(life.row, None) is not None:
             self.end(life)
             return "given up"
-        life.host.expect(arrival)
         self.late.coming = coming[0].numpy()
         self.is_read(life, chosen, read, (chosen[0] >= 0) & ~self.late.coming)
         return "some on their way" if coming.any() else "all there"

@@ -13,6 +13,7 @@ import torch
 
 from families import random_tokens, tiny
 from kvweave import InvalidArgument, PoolFull, Runner, Store, StoreDegraded
+from kvweave.runner.kv.pool_bases import REFINED, SHARED
 from kvweave.runner.tiers import packed_form
 from kvweave.runner.tiers.choice import Speeds
 from packed_decoding import nothing_is_held, packed_runner
@@ -78,6 +79,40 @@ def test_documents_come_back_from_the_host_as_they_were(model: Any, kind: str) -
     assert torch.equal(got, wanted)
     assert runner.tiers.stats()["host"]["block_bytes"] == runner.packed.block_bytes
     assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
+def test_what_was_packed_in_the_first_shared_basis_comes_back_in_it(
+    model: Any, kind: str, tmp_path: Path
+) -> None:
+    """Though there is a second by then: in a basis that is there already, and in its own bits.
+
+    From the host's memory, and from a store by a runner that has other bases.
+    """
+    given = {"kv_dtype": kind, "store": tmp_path, "document_bytes": 1 << 23}
+    runner = tiered(model, kind, **given)
+    bases = runner.packed.bases
+    runner.prefill(random_tokens(600, 9), "full", remember=False).release()
+    runner.insert(SHORT, "short")
+    runner.flush()
+    assert bases.shared == SHARED
+    wanted, found = logits_of(runner, SHORT)
+    assert found == ["device"]
+    leave_the_device(runner)
+    assert bases.shared == REFINED
+    runner.packed.pages.data.fill_(0xA5)
+    got, found = logits_of(runner, SHORT)
+    assert found == ["host"]
+    assert torch.equal(got, wanted)
+    assert SHARED in bases.bases.of.tolist()
+    assert runner.packed.stats()["own_bases"] == 0
+    assert nothing_is_held(runner)
+    runner.close()
+    other = tiered(model, kind, **given)
+    got, found = logits_of(other, SHORT)
+    assert found == ["disk"]
+    assert torch.equal(got, wanted)
+    assert other.packed.stats()["own_bases"] == 1
 
 
 @pytest.mark.parametrize("kind", ["int4", "half-int4"])

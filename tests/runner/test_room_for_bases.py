@@ -8,24 +8,25 @@ import torch
 
 from kvweave import ops
 from kvweave.errors import PoolFull
-from kvweave.runner.kv.pool_bases import FIRST_OWN, BlockBases, PoolBases, basis_shape
+from kvweave.runner.kv.pool_bases import BlockBases, PoolBases, basis_shape, shared_bases
 
 PAGES, BLOCKS, OWN, DIM = 2, 9, 3, 16
 
 
-def pool(kind: str) -> PoolBases:
+def pool(kind: str, refines: bool) -> PoolBases:
     of = ops.packed_format(kind, DIM)
-    bases = torch.zeros((FIRST_OWN + OWN, *basis_shape(of, PAGES)))
+    bases = torch.zeros((shared_bases(refines=refines) + OWN, *basis_shape(of, PAGES)))
     pages = ops.PackedPages.zeros(PAGES * (1 + BLOCKS), of, bases=bases)
     assert pages.bases is not None
-    return PoolBases(pages.bases, of, PAGES, None)
+    return PoolBases(pages.bases, of, PAGES, None, refines=refines)
 
 
 @pytest.mark.parametrize("kind", ["half-int4", "planes-3"])
+@pytest.mark.parametrize("refines", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_accepted_has_room(kind: str, seed: int) -> None:
+def test_what_is_accepted_has_room(kind: str, seed: int, refines: bool) -> None:
     """Documents that share bases, name some twice and others not at all, in blocks of any."""
-    draws, made = np.random.default_rng(seed), pool(kind)
+    draws, made = np.random.default_rng(seed), pool(kind, refines)
     shape = basis_shape(made.format, PAGES)
     known = [torch.full(shape, float(number)) for number in range(1, 7)]
     there: dict[int, torch.Tensor] = {}
@@ -53,7 +54,7 @@ def test_what_is_accepted_has_room(kind: str, seed: int) -> None:
 
 def test_a_basis_of_no_block_needs_no_more_room_than_one() -> None:
     """More bases than there is room for are refused, though some have no block."""
-    made = pool("half-int4")
+    made = pool("half-int4", True)
     shape = basis_shape(made.format, PAGES)
     bases = tuple(torch.full(shape, float(number)) for number in range(1, OWN + 2))
     which = np.array([1], np.int32)

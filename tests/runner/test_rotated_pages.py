@@ -135,12 +135,12 @@ def test_the_shared_basis_is_made_of_the_first_tokens(name: str, model: Any) -> 
     assert pool.bases is not None
     tokens = random_tokens(300, 1)
     with runner.prefill(tokens, "prefix") as few:
-        assert pool.bases.wants_moments
+        assert pool.bases.shared == UNROTATED
         blocks = few.kv.packed.request.entries()[:4, 0]
         assert (pool.bases.numbers(blocks) == UNROTATED).all()
         unrotated = pool.bases.bases.data[UNROTATED].clone()
         with runner.prefill(random_tokens(SHARED_TOKENS, 2), "prefix") as more:
-            assert not pool.bases.wants_moments
+            assert pool.bases.shared == SHARED
             found = more.kv.packed.request.entries()[:8, 0]
             assert (pool.bases.numbers(found) == SHARED).all()
             assert (pool.bases.numbers(blocks) == UNROTATED).all()
@@ -256,7 +256,7 @@ def test_bytes_by_the_allocator(name: str, page_bytes: int, fewer: float) -> Non
     # A token of all layers and KV heads.
     assert stats["first_bytes"] == (firsts > 0) * runner.packed.block_pages * 2 * 128 * 2
     bases -= firsts * stats["first_bytes"]
-    assert bases == (2 + stats["own_bases_most"]) * stats["basis_bytes"]
+    assert bases == (3 + stats["own_bases_most"]) * stats["basis_bytes"]
     assert runner.packed.pages.data.nbytes >= 8 * stats["own_bases_most"] * stats["basis_bytes"]
 
 

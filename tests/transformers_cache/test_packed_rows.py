@@ -250,6 +250,38 @@ def test_a_basis_is_made_of_what_is_packed_first(model: Any, name: str) -> None:
     assert own < drawn
 
 
+@pytest.mark.parametrize("name", ["half-int4", "planes-3"])
+def test_a_longer_text_has_a_second_basis(model: Any, name: str) -> None:
+    """Once, in each layer; what was packed in the first reads that, to the bit."""
+    short, long = prompt_ids(650, 6), prompt_ids(1300, 7)
+    with kvweave.PagedCache(model, kv_dtype=name, **ROOM) as cache:
+        made = []
+        for longer in (False, True):
+            cache.reset()
+            fed(model, cache, short, [600])
+            if longer:
+                cache.reset()
+                fed(model, cache, long, [1300])
+            bases = cache._live.pool.packed.pages.bases
+            made.append(
+                (bases.data.clone(), cache._live.pool.packed.pages.data.clone(), bases.of.clone())
+            )
+            cache.reset()
+            made[-1] += (fed(model, cache, short, [600, *[1] * 20]),)
+            assert cache.plans[0].reused_prefix == 576
+        (first, pages, of, said_before), (second, later, after, said_behind) = made
+        assert torch.equal(first[: 2 * LAYERS], second[: 2 * LAYERS])
+        assert not first[2 * LAYERS :].any()
+        assert second[2 * LAYERS :].any((1, 2, 3, 4)).all()
+        packed = torch.nonzero(of >= LAYERS)[:, 0]
+        assert len(packed) == LAYERS * 9
+        assert torch.equal(of[packed], after[packed])
+        assert set(after.tolist()) >= set(range(2 * LAYERS, 3 * LAYERS))
+        assert torch.equal(said_before, said_behind)
+        index = (packed[:, None] + torch.arange(HEADS)).reshape(-1)
+        assert torch.equal(pages[index], later[index])
+
+
 def test_bytes_are_those_of_both_allocators(model: Any) -> None:
     page = ops.packed_format("int4", DIM).page_bytes
     with kvweave.PagedCache(model, kv_dtype="int4", **ROOM) as cache:

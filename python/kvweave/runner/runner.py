@@ -141,15 +141,10 @@ class Runner(KnowledgeBase, Retention, HandOff):
         asked = {"kv_dtype": kv_dtype, "host_arrivals": host_arrivals}
         drafts = check_speculate(speculate, heads, page_tokens, **asked)
         how: dict[str, Any] = {"packing": packing, "chunk_tokens": chunk_tokens, "heads": heads}
-        how |= {"arena_bytes": arena_bytes, "max_tokens": max_tokens}
-        self.cache, pages, self.packed = make_pools(
-            self.spec,
-            page_tokens,
-            hash=word("hash", hash),
-            frozen_share=real("frozen_share", frozen_share),
-            eviction=word("eviction", eviction),
-            **how,
-        )
+        how |= {"arena_bytes": arena_bytes, "max_tokens": max_tokens, "hash": word("hash", hash)}
+        how |= {"frozen_share": real("frozen_share", frozen_share)}
+        how |= {"eviction": word("eviction", eviction)}
+        self.cache, pages, self.packed = make_pools(self.spec, page_tokens, **how)
         self.host = make_host_pools(self.cache, pages, *over, *arrive)
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)

@@ -1,6 +1,6 @@
 //! What the bases of a text are made of: mean and covariance of its keys and values, as they come.
 
-use kvweave_core::ops::{Element, OpError, PackedFormat, Packs};
+use kvweave_core::ops::{Element, OpError, PackedFormat, Packs, RopeTable};
 use rayon::prelude::*;
 
 use crate::planes_basis::{Spread, metric, planes_basis};
@@ -121,6 +121,33 @@ impl Moments {
         });
     }
 
+    /// The same of texts that stand at other positions too: the mean over `deltas` of the sums of
+    /// keys and queries that have moved by so many. Exact, as a turn is linear: Σ x becomes T Σ x
+    /// and Σ x xᵀ becomes T (Σ x xᵀ) Tᵀ. Values have no position. The pages are those of `kv_heads`
+    /// heads a layer, of the layers from `first_layer` on.
+    ///
+    /// # Panics
+    /// If there are no deltas, or the table has no such layers or turns more channels than D.
+    #[must_use]
+    pub fn moved(
+        &self,
+        rope: &RopeTable,
+        (first_layer, kv_heads): (usize, usize),
+        deltas: &[i32],
+    ) -> Self {
+        assert!(!deltas.is_empty(), "moved by something, if by 0");
+        let mut moved =
+            Self { format: self.format, sides: self.sides.clone(), queries: self.queries.clone() };
+        let pages = moved.sides.par_chunks_exact_mut(2).zip(&mut moved.queries);
+        pages.enumerate().for_each(|(page, (sides, queries))| {
+            let layer = first_layer + page / kv_heads;
+            for sums in [&mut sides[0], queries] {
+                *sums = sums.moved(rope, layer, deltas);
+            }
+        });
+        moved
+    }
+
     /// What the bases of planes count errors of keys by, [pages, D, D]: the mean of q qᵀ, and a
     /// hundredth of the queries' mean square in every direction. `None` unless every page had some.
     #[must_use]
@@ -173,6 +200,47 @@ impl Sums {
         }
     }
 
+    /// An element of Σ x xᵀ, of which the lower triangle is all that is summed.
+    fn product(&self, i: usize, j: usize) -> f64 {
+        self.products[i.max(j) * self.sum.len() + i.min(j)]
+    }
+
+    /// The mean over moves of what the sums of moved vectors are.
+    fn moved(&self, rope: &RopeTable, layer: usize, deltas: &[i32]) -> Self {
+        let dim = self.sum.len();
+        let frequencies = rope.inv_freq(layer);
+        let pair = |i| rope.pairing().elements(i, frequencies.len());
+        let mut sums = Self { sum: vec![0.0; dim], products: vec![0.0; dim * dim], ..self.clone() };
+        let mut whole = vec![0.0; dim * dim];
+        for &delta in deltas {
+            let mut sum = self.sum.clone();
+            for (at, product) in whole.iter_mut().enumerate() {
+                *product = self.product(at / dim, at % dim);
+            }
+            for (i, &frequency) in frequencies.iter().enumerate() {
+                let (sin, cos) = (f64::from(delta) * f64::from(frequency)).sin_cos();
+                let (a, b) = pair(i);
+                let turned = |x: f64, y: f64| (x * cos - y * sin, y * cos + x * sin);
+                (sum[a], sum[b]) = turned(sum[a], sum[b]);
+                for k in 0..dim {
+                    let (x, y) = turned(whole[a * dim + k], whole[b * dim + k]);
+                    (whole[a * dim + k], whole[b * dim + k]) = (x, y);
+                }
+                for row in whole.chunks_exact_mut(dim) {
+                    (row[a], row[b]) = turned(row[a], row[b]);
+                }
+            }
+            let share = 1.0 / deltas.len() as f64;
+            for (to, x) in sums.sum.iter_mut().zip(&sum) {
+                *to += share * x;
+            }
+            for (to, x) in sums.products.iter_mut().zip(&whole) {
+                *to += share * x;
+            }
+        }
+        sums
+    }
+
     /// The mean, or zeros unless `centred`, and the second moments around it: unless `rotated` of
     /// each channel alone.
     fn spread(&self, centred: bool, rotated: bool) -> Spread {
@@ -182,12 +250,11 @@ impl Sums {
             self.sum.iter().map(|sum| if centred { sum / count } else { 0.0 }).collect();
         let around = (0..dim * dim)
             .map(|at| {
-                // Of the lower triangle, which is all that is summed.
-                let (i, j) = ((at / dim).max(at % dim), (at / dim).min(at % dim));
+                let (i, j) = (at / dim, at % dim);
                 if i != j && !rotated {
                     return 0.0;
                 }
-                self.products[i * dim + j] / count - mean[i] * mean[j]
+                self.product(i, j) / count - mean[i] * mean[j]
             })
             .collect();
         Spread { mean, around }

@@ -215,11 +215,10 @@ fn can_share(rows: usize, windows: usize) -> bool {
     rows <= SHARED_ROWS && rows.saturating_mul(windows) <= i32::MAX.cast_unsigned() as usize
 }
 
-/// Thread blocks that share the windows of all rows: one for each, but where they are more than
-/// fill a device, and more again where each of those would have too many.
+/// Thread blocks that share the windows of all rows: one for each, but no more than a device holds
+/// at once, as each of them counts all rows.
 fn shared_blocks(rows: usize, windows: usize, processors: usize) -> usize {
-    let all = rows.saturating_mul(windows);
-    all.min((BLOCKS * processors.max(1)).max(all.div_ceil(MOST_WINDOWS)))
+    rows.saturating_mul(windows).min(BLOCKS * processors.max(1))
 }
 
 /// Thread blocks of a row of so many windows: as many, but where they are more than fill a device.
@@ -252,11 +251,11 @@ mod tests {
     use super::{MOST_WINDOWS, SHARED_ROWS, can_share, chunks_of, shared_blocks};
 
     #[test]
-    fn thread_blocks_are_those_that_fill_a_device_or_as_many_as_have_enough_to_do() {
+    fn thread_blocks_that_share_windows_are_no_more_than_fill_a_device() {
         assert_eq!(shared_blocks(2, 3, 132), 6);
         assert_eq!(shared_blocks(144, 32, 132), 528);
         assert_eq!(shared_blocks(64, 128, 132), 528);
-        assert_eq!(shared_blocks(64, 1024, 132), 4096);
+        assert_eq!(shared_blocks(64, 1024, 132), 528);
         assert_eq!(shared_blocks(1, 1, 0), 1);
         assert!(can_share(SHARED_ROWS, 1 << 19) && !can_share(SHARED_ROWS, 1 << 20));
         assert!(!can_share(SHARED_ROWS + 1, 1) && !can_share(2, usize::MAX));

@@ -35,6 +35,13 @@ impl<'py> Table<'py> {
         self.flat(what)
     }
 
+    /// Numbers [N].
+    pub fn numbers(&self, what: &str) -> Result<&[i32], Failure> {
+        self.0.tensor.expect_dtype(what, DType::I32)?;
+        self.0.tensor.expect_shape(what, &[("N", None)])?;
+        self.flat(what)
+    }
+
     /// Slots of one table, or of those of a reach one after the other.
     pub fn slots(&self, what: &str, reach: Option<Reach<'_>>) -> Result<&[[i32; 2]], Failure> {
         let Some(Reach { tables, .. }) = reach else { return self.rows(what) };

@@ -29,7 +29,13 @@ from kvweave.runner.kv.packed_pool import (
 from kvweave.runner.kv.packed_room import PoolSizes
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pages import make_cache_of
-from kvweave.runner.kv.pool_bases import FIRST_OWN, basis_bytes, basis_shape, check_basis
+from kvweave.runner.kv.pool_bases import (
+    PositionRange,
+    basis_bytes,
+    basis_shape,
+    check_basis,
+    shared_bases,
+)
 
 _ROW_TOKENS = SINK_TOKENS + 2 * (RECENT_TOKENS + PAGE_TOKENS)
 """Exact tokens of a row beside packed pages: its sink, and its window before and behind a forward
@@ -161,6 +167,7 @@ class CacheForm:
             exact_windows(geometry.layers, geometry.kv_heads),
             of.page_bytes + bound,
             basis_bytes(of, per_block),
+            shared_bases(refines=packing.refines),
             self.max_rows * _ROW_TOKENS,
             has_own=False,
         )
@@ -182,7 +189,8 @@ class CacheForm:
         def made() -> tuple[ops.PackedPages, torch.Tensor | None]:
             bases = bounds = None
             if one := basis_shape(of, geometry.kv_heads):
-                bases = torch.zeros((FIRST_OWN * geometry.layers, *one), device=geometry.device)
+                shape = sizes.shared * geometry.layers, *one
+                bases = torch.zeros(shape, device=geometry.device)
             if bound:
                 bounds = torch.zeros((count, 3, geometry.head_dim), device=geometry.device)
             return ops.PackedPages.zeros(count, of, geometry.device, bases=bases), bounds
@@ -190,7 +198,8 @@ class CacheForm:
         packed, bounds = made()
         layers = None
         if packed.bases is not None:
-            layers = LayerBases(packed.bases, of, packing.basis)
+            positions = PositionRange(rope, tokens, geometry.kv_heads)
+            layers = LayerBases(packed.bases, of, packing.basis, positions)
         reads = PackedHeads(sizes.exact, None, "", SINK_TOKENS, RECENT_TOKENS)
         pool = LayeredPool(
             layers=(),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvweave import ops
+from kvweave.plan import Rows
 from kvweave.runner.kv.packed_pool import PackedPool, on_host
 from kvweave.runner.kv.pool_bases import (
-    FIRST_OWN,
     SHARED,
-    SHARED_TOKENS,
-    UNROTATED,
+    FoundBasis,
+    PositionRange,
     needs_steps,
+    shared_bases,
     some_queries,
 )
 from kvweave.runner.kv.tables import Int32, send
@@ -25,24 +25,30 @@ class LayerBases:
     """The bases of a pool, each layer's made of the first tokens that are packed there.
 
     To ops a layer's pages of a block are a block of their own, and so are its bases: `data` f32
-    [2 · L, G, 2, rows, D] has for each layer one that rotates nothing, then the shared ones, which
-    are `given` f32 [L · G, 2, rows, D], or made of `SHARED_TOKENS` tokens or more. As in
-    `PoolBases`, planes have the steps of the tokens that were packed first until then.
+    [n · L, G, 2, rows, D] has for each layer one that rotates nothing, then the shared ones, which
+    are `given` f32 [L · G, 2, rows, D], or come of a `FoundBasis`, of which the second is for texts
+    within `positions`. As in `PoolBases`, planes have the steps of the tokens that were packed
+    first until then.
     """
 
     def __init__(
-        self, bases: ops.PackedBases, of: ops.PackedFormat, given: torch.Tensor | None
+        self,
+        bases: ops.PackedBases,
+        of: ops.PackedFormat,
+        given: torch.Tensor | None,
+        positions: PositionRange,
     ) -> None:
         self._bases, self._format = bases, of
         count, self._heads = bases.data.shape[:2]
-        self._layers = count // FIRST_OWN
+        self._layers = count // shared_bases(refines=given is None)
         if not needs_steps(of):
             axes = torch.eye(of.head_dim)[: of.channels]
             bases.data[: self._layers, :, :, 1:] = axes.to(bases.data.device)
-        # Of a layer whose shared basis is still to be made what it is made of.
-        self._moments: list[ops.Moments | None] = [None] * self._layers
+        # Of each layer what its shared bases are made of, where none is given.
+        self._found: list[FoundBasis] | None = None
         if given is None:
-            self._moments = [ops.Moments(of, self._heads) for _ in range(self._layers)]
+            ranges = (replace(positions, first_layer=layer) for layer in range(self._layers))
+            self._found = [FoundBasis(of, self._heads, each) for each in ranges]
         else:
             whole = given.view(self._layers, *bases.data.shape[1:])
             bases.data[self._layers * SHARED :] = whole.to(bases.data)
@@ -52,35 +58,32 @@ class LayerBases:
         """Bytes of all of them."""
         return self._bases.data.nbytes
 
-    def take_queries(self, layer: int, q: torch.Tensor) -> None:
+    def take_queries(self, layer: int, q: torch.Tensor, places: Rows) -> None:
         """Takes note of some of the queries [R, H, D] of a layer, before what they read is packed.
 
-        They say which errors of keys matter, where a basis spends bits by that.
+        They say which errors of keys matter, where a basis spends bits by that. `places` [N]: which
+        pages of their texts come to be full.
         """
-        moments = self._moments[layer]
-        if moments is not None and needs_steps(self._format):
-            some = some_queries(q)
-            moments.add_queries(some, first=0, kv_heads=self._heads)
+        if self._found is not None and self._found[layer].wants_queries(places):
+            self._found[layer].add_queries(some_queries(q), 0, self._heads)
 
-    def assign(self, layer: int, exact: torch.Tensor, packs: Int32) -> None:
-        """Says which basis packed blocks of a layer have, as they are about to be packed."""
-        number, moments = SHARED, self._moments[layer]
-        if moments is not None:
-            begun = moments.tokens > 0
-            moments.add(*on_host(exact, packs, self._heads))
-            if moments.tokens >= SHARED_TOKENS:
-                self._write(layer, SHARED, moments.basis())
-                self._moments[layer] = None
-            else:
-                number = UNROTATED
-                if needs_steps(self._format) and not begun:
-                    self._write(layer, UNROTATED, moments.basis(rotated=False))
+    def assign(self, layer: int, exact: torch.Tensor, packs: Int32, places: Rows) -> None:
+        """Says which basis packed blocks of a layer have, as they are about to be packed.
+
+        `places` [N]: which pages of their texts they are.
+        """
+        number = SHARED
+        if self._found is not None:
+            found = self._found[layer]
+            some, made = found.wanted(places), None
+            if some.any():
+                known = on_host(exact, packs[some], self._heads)
+                made = found.add(*known, places[some])
+            number = found.number
+            if made is not None:
+                self._bases.data[number * self._layers + layer] = made.to(self._bases.data.device)
         blocks = torch.from_numpy(packs[:, 0]).long()
         self._bases.of[blocks] = number * self._layers + layer
-
-    def _write(self, layer: int, number: int, basis: npt.NDArray[np.float32]) -> None:
-        made = torch.from_numpy(basis).to(self._bases.data.device)
-        self._bases.data[number * self._layers + layer] = made
 
 
 @dataclass(frozen=True)
@@ -113,16 +116,20 @@ class LayeredPool(PackedPool):
             block += self.block_pages * self.bounds[0].nbytes
         return held * block + (self.by_layer.nbytes if held and self.by_layer is not None else 0)
 
-    def pack(self, packs: Int32, basis: int | None = None, left_out: int = 0) -> None:
-        """Packs exact pages, rows as `ops.pack_pages` takes them, layer by layer."""
+    def pack(self, packs: Int32, places: Rows, basis: int | None = None, left_out: int = 0) -> None:
+        """As `PackedPool.pack`, layer by layer, in the shared basis of each."""
         for layer in range(self.cache.shape.layers):
-            self.pack_layer(layer, self._shifted(layer, packs, slice(2, None)), self.exact)
+            own = self._shifted(layer, packs, slice(2, None))
+            self.pack_layer(layer, own, places, self.exact)
 
-    def pack_layer(self, layer: int, packs: Int32, exact: torch.Tensor) -> None:
-        """Packs one layer of blocks; `exact` has its pages alone where `packs` says, G a block."""
+    def pack_layer(self, layer: int, packs: Int32, places: Rows, exact: torch.Tensor) -> None:
+        """Packs one layer of blocks; `exact` has its pages alone where `packs` says, G a block.
+
+        `places` as `pack` has them.
+        """
         own = self._shifted(layer, packs, slice(1))
         if self.by_layer is not None:
-            self.by_layer.assign(layer, exact, own)
+            self.by_layer.assign(layer, exact, own, places)
         (table,) = send(self.device, own)
         ops.pack_pages(exact, self.pages, table, pages=self.kv_heads)
         self.bound_exact(exact, table)
@@ -134,10 +141,13 @@ class LayeredPool(PackedPool):
             (table,) = send(self.device, self._shifted(layer, own, slice(2, None)))
             ops.unpack_pages(self.pages, into, table, pages=self.kv_heads)
 
-    def take_queries(self, layer: int, q: torch.Tensor) -> None:
-        """Takes note of the queries [R, H, D] of a layer where pages are packed by them."""
+    def take_queries(self, layer: int, q: torch.Tensor, places: Rows) -> None:
+        """Takes note of the queries [R, H, D] of a layer where pages are packed by them.
+
+        `places` as `pack` has them, of the pages that are packed next.
+        """
         if self.by_layer is not None:
-            self.by_layer.take_queries(layer, q)
+            self.by_layer.take_queries(layer, q, places)
 
     def entries_of(self, layer: int, entries: ops.Table) -> torch.Tensor:
         """Entries i32 [N, 5] of blocks as those of a layer's pages."""

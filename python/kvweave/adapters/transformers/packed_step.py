@@ -191,6 +191,7 @@ class _Several:
         self._count = heads * (1 + count)
         self._sources, self._copies = np.concatenate(sources), np.concatenate(copies)
         self._packs = np.concatenate(packs)
+        self._filled = np.concatenate([text.pages for text in self._texts.values()])
         newest = np.concatenate(kept)
         stays = np.flatnonzero(newest[:, 0] >= 0).astype(np.int32)
         entries = [known[id(row)] for row in live.rows]
@@ -229,9 +230,9 @@ class _Several:
         if len(self._stays):
             k, v = (x.index_select(0, self._stays) for x in new)
             ops.write_pages(exact.pages, layer, k, v, self._kept)
-        pool.take_queries(layer, q)
+        pool.take_queries(layer, q, self._filled)
         if len(self._packs):
-            pool.pack_layer(layer, self._packs, beside)
+            pool.pack_layer(layer, self._packs, self._filled, beside)
         return states
 
     def _beside(self, layer: int, new: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from kvweave.errors import OutOfMemory
+from kvweave.errors import KvweaveError, OutOfMemory
 from kvweave.runner.kv.near_device import cpus_near, do_on
 from kvweave.runner.kv.pinned import register, unregister
 from kvweave.runner.kv.tables import Int32
@@ -35,8 +35,8 @@ AHEAD_BYTES = 1 << 30
 CHUNK_BYTES = 64 << 20
 """Memory that is reserved at once: a part of a second for touching and pinning it."""
 
-_TOUCHED_BYTES = 4 << 20
-"""Memory that is touched at once: Python's other threads wait for each such call."""
+_TOUCHED_BYTES = 2 << 20
+"""Memory that is touched at once: Python's other threads wait for each such call, .3 to .9 ms."""
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _HUGE_PAGES: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -78,7 +78,8 @@ class HostArena:
         # Who reserves, of whoever needs a chunk and the thread that goes ahead.
         self._reserving = threading.Lock()
         self._needed = 1
-        self._going = False
+        # Whether that thread has something to do; of whoever has `_planning`.
+        self._going, self._planning = False, threading.Lock()
         self._reserve(0)
         self._worker = Worker("host memory")
         weakref.finalize(self, self._worker.close, finish=False)
@@ -119,11 +120,15 @@ class HostArena:
                 self.pinned = do_on(self._cpus, lambda: self._take(chunk))
                 self._there[chunk] = True
 
-    def _take(self, chunk: int) -> bool:
-        """Touches a chunk, and pins it if all before could be pinned; whether it is."""
+    def _take(self, chunk: int, *otherwise: str) -> bool:
+        """Touches a chunk, and pins it if all before could be pinned; whether it is.
+
+        `otherwise`: what the log says of a refusal, as `register` takes it.
+        """
         start, end = (int(at) for at in self._starts[chunk : chunk + 2])
         self._touch(start, end)
-        if not self.pinned or not register(self._address + start, end - start, self.device):
+        known = self._address + start, end - start, self.device
+        if not self.pinned or not register(*known, *otherwise):
             return False
         self._registered.append(self._address + start)
         return True
@@ -142,12 +147,16 @@ class HostArena:
     def _go_ahead(self) -> None:
         """Has the next chunk be reserved aside, while there are fewer than are to be ready."""
         needed = int(self._starts[self._needed])
-        until = int(np.searchsorted(self._starts, needed + self._ahead, side="right")) - 1
+        until = int(np.searchsorted(self._starts, needed + self._ahead))
         missing = np.flatnonzero(~self._there[:until])
         may = self._ahead > 0 and (self.pinned or self.device.type != "cuda")
-        if len(missing) and may and not self._going:
+        if not len(missing) or not may:
+            return
+        with self._planning:
+            if self._going:
+                return
             self._going = True
-            self._worker.submit(_Ahead(self, int(missing[0])))
+        self._worker.submit(_Ahead(self, int(missing[0])))
 
     def reserve_ahead(self, chunk: int) -> None:
         """Reserves a chunk that nobody needs yet. One that is not pinned is left to who needs it.
@@ -157,13 +166,15 @@ class HostArena:
         """
         with self._reserving:
             if not self._there[chunk]:
-                self._there[chunk] = do_on(self._cpus, lambda: self._take(chunk)) == self.pinned
+                took = do_on(self._cpus, lambda: self._take(chunk, "no more is pinned ahead"))
+                self._there[chunk] = took == self.pinned
         if not self._there[chunk]:
             self._ahead = 0
 
     def went_ahead(self, error: BaseException | None) -> None:
         """Goes on to the next chunk; where there was no memory it is left to who needs it."""
-        self._going = False
+        with self._planning:
+            self._going = False
         if error is None:
             self._go_ahead()
         else:
@@ -182,8 +193,9 @@ class _Ahead(Job):
             arena.reserve_ahead(self._chunk)
 
     def end(self, error: BaseException | None) -> None:
-        if isinstance(error, OutOfMemory):
-            _log.warning("%s; no more is reserved ahead", error)
+        # Of other errors of ours the only one is that of a worker that has been closed.
+        if isinstance(error, OutOfMemory) or not isinstance(error, KvweaveError | None):
+            _log.warning("host memory: no more is reserved ahead: %s", error)
         if (arena := self._arena()) is not None:
             arena.went_ahead(error)
 

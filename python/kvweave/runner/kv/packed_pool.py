@@ -28,10 +28,7 @@ from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
-from kvweave.runner.kv.pool_bases import (
-    FIRST_OWN,
-    PoolBases,
-)
+from kvweave.runner.kv.pool_bases import PoolBases
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import ModelSpec
@@ -165,9 +162,8 @@ class PackedPool:
         known = {**counts, "block_bytes": self.block_bytes, "held_bytes": held}
         known |= {"basis_bytes": 0, "own_bases": 0, "own_bases_most": 0}
         if bases is not None:
-            most = len(bases.bases.data) - FIRST_OWN
             known |= {"basis_bytes": bases.basis_bytes, "own_bases": bases.held()}
-            known["own_bases_most"] = most
+            known["own_bases_most"] = bases.most_own
         return known | firsts_counts(self.firsts)
 
     @property
@@ -175,16 +171,19 @@ class PackedPool:
         """How many tokens at the beginning of documents are exact beside their pages."""
         return 0 if self.firsts is None else self.firsts.tokens
 
-    def pack(self, packs: Int32, basis: int | None = None, left_out: int = 0) -> None:
+    def pack(self, packs: Int32, places: Rows, basis: int | None = None, left_out: int = 0) -> None:
         """Packs exact pages, rows as `ops.pack_pages` takes them; None: in the shared basis.
 
-        Of so many tokens, at the beginning of the first row, no basis is made.
+        This may be made of them first, but for so many tokens at the beginning of the first row.
+        `places` [N]: which pages of their texts they are.
         """
         named, packs, bases = packs, self.placed(packs), self.bases
         if bases is not None:
             if basis is None:
-                if bases.wants_moments:
-                    bases.add(*on_host(self.exact, packs, self.block_pages), left_out)
+                some = bases.wanted(places)
+                if some.any():
+                    known = on_host(self.exact, packs[some], self.block_pages)
+                    bases.add(*known, places[some], left_out if some[0] else 0)
                 basis = bases.shared
             bases.assign(packs[:, 0], basis)
         (table,) = send(self.device, packs)

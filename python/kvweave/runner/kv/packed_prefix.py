@@ -133,15 +133,19 @@ class PackedPrefix:
     def expect(self, first: int, end: int) -> None:
         """Has pages that the rows [first, end) fill packed as their layers are written.
 
-        Their rows come next, and then `pack`. Where the shared basis is to be made of them yet they
+        Their rows come next, and then `pack`. Where a shared basis is to be made of them yet they
         are packed once all are there.
         """
         pool, unknown = self.pool, self.basis is None
         if pool.aside is None or end < self.full_at:
             return
-        if pool.bases is not None and unknown and pool.bases.wants_moments:
+        if pool.bases is not None and unknown and pool.bases.wanted(self._filled(end)).any():
             return
         self._layers = LayerPacking(pool, pool.aside, (first, end), self.basis)
+
+    def _filled(self, end: int) -> Int32:
+        """The pages of the text that are full at an end and not packed yet."""
+        return np.arange(self.tokens // PAGE_TOKENS, end // PAGE_TOKENS, dtype=np.int32)
 
     def written(self, request: KvRequest, layer: int, rows: RowTable) -> None:
         """Takes note of a layer of which the request's rows have been written."""
@@ -170,14 +174,16 @@ class PackedPrefix:
         self._blocks = np.concatenate((self._blocks, blocks))
         self.tokens += PAGE_TOKENS * len(blocks)
 
-    def take_queries(self, layer: int, q: torch.Tensor) -> None:
-        """Takes note of some of the queries [R, H, D] of a prompt's rows.
+    def take_queries(self, layer: int, q: torch.Tensor, rows: Rows) -> None:
+        """Takes note of some of the queries [R, H, D] of a prompt's rows, by positions i32 [R].
 
         They say which errors of keys matter, where a basis is to be made that spends bits by that.
         """
         if not needs_steps(self.pool.pages.format):
             return
-        shared = self.pool.bases if self.pool.bases and self.pool.bases.wants_queries else None
+        shared, filled = self.pool.bases, self._filled(int(rows[-1]) + 1)
+        if shared is not None and not shared.wants_queries(filled):
+            shared = None
         takers = [taker for taker in (shared, self.copy) if taker is not None]
         if takers:
             some = some_queries(q)
@@ -254,7 +260,7 @@ class PackedPrefix:
         layers, self._layers = self._layers, None
         beside = layers is not None and layers.finish(packs)
         if not beside:
-            pool.pack(packs, self.basis, left_out)
+            pool.pack(packs, pages.astype(np.int32), self.basis, left_out)
         self.report.note(len(pages), beside, "" if layers is None else layers.why)
         if self.copy is not None:
             self.copy.add(pool.exact, packs, left_out)

@@ -33,14 +33,16 @@ from kvweave.runner.kv.packed_pool import (
 )
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import (
-    FIRST_OWN,
     OWN_SHARE,
     PoolBases,
+    PositionRange,
     basis_bytes,
     basis_shape,
     check_basis,
+    shared_bases,
 )
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
+from kvweave.runner.model.rope import Rotary
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,12 @@ class PoolSizes:
     """How large the two pools of a model are, by the tokens that they have room for.
 
     `exact` and `packed`: geometries, of which the former is cut into `windows`. `page_bytes`: of a
-    packed page and its bounds, where it has any, and `basis_bytes` of a basis. `chunk_tokens`: rows
-    of a prompt that are computed at once, where the caller says so. `has_own`: whether documents
-    may have bases of their own. `final_share`: so many of their bytes packed pages have beside
-    them for texts that are packed finally, whose blocks have `least_final` bytes at least, and
-    pages `bound_bytes` of bounds. `first_bytes`: of a document's exact first tokens.
+    packed page and its bounds, where it has any, and `basis_bytes` of a basis, of which `shared`
+    belong to no document. `chunk_tokens`: rows of a prompt that are computed at once, where the
+    caller says so. `has_own`: whether documents may have bases of their own. `final_share`: so many
+    of their bytes packed pages have beside them for texts that are packed finally, whose blocks
+    have `least_final` bytes at least, and pages `bound_bytes` of bounds. `first_bytes`: of a
+    document's exact first tokens.
     """
 
     exact: KvShape
@@ -60,6 +63,7 @@ class PoolSizes:
     windows: HeadClassMap
     page_bytes: int
     basis_bytes: int
+    shared: int
     chunk_tokens: int | None
     has_own: bool = True
     final_share: float = 0.0
@@ -98,9 +102,9 @@ class PoolSizes:
         if not self.basis_bytes:
             return 0
         if not self.has_own:
-            return FIRST_OWN
+            return self.shared
         packed = self.packed_pages(tokens) * self.page_bytes
-        return FIRST_OWN + packed // (OWN_SHARE * self.basis_bytes)
+        return self.shared + packed // (OWN_SHARE * self.basis_bytes)
 
     def firsts(self, tokens: int) -> int:
         """How many beginnings of documents there is room for, and nobody's room."""
@@ -149,6 +153,23 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
 
 
+def _bases(
+    spec: ModelSpec, packing: Packing, pages: ops.PackedPages, tokens: int
+) -> PoolBases | None:
+    """The bases of a pool of so many tokens; None in a format without any.
+
+    Where frequencies of RoPE depend on the length, keys have no other positions.
+    """
+    if pages.bases is None:
+        return None
+    rotary, positions = Rotary(spec), None
+    if rotary.keys and rotary.is_fixed:
+        most = tokens if spec.positions is None else min(tokens, spec.positions)
+        positions = PositionRange(rotary.fixed(1).rope, most, spec.kv_heads)
+    known = pages.bases, pages.format, len(spec.layers) * spec.kv_heads, packing.basis
+    return PoolBases(*known, refines=packing.refines, positions=positions)
+
+
 def make_packed_pool(
     spec: ModelSpec,
     page_tokens: int,
@@ -183,6 +204,7 @@ def make_packed_pool(
         exact_windows(len(spec.layers), spec.kv_heads, spec.fingerprint),
         page_bytes,
         one,
+        shared_bases(refines=packing.refines),
         chunk_tokens,
         bound_bytes=bound_bytes,
         first_bytes=first_tokens * exact_shape.token_bytes,
@@ -209,9 +231,7 @@ def make_packed_pool(
         return ops.PackedPages.zeros(count, of, spec.device, bases=bases), bounds
 
     pages, bounds = made()
-    bases = None
-    if pages.bases is not None:
-        bases = PoolBases(pages.bases, of, per_block, packing.basis)
+    bases = _bases(spec, packing, pages, tokens)
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
     # What is final finds its place between two calls, and nothing is packed within one.
     aside = Aside(spec.device) if packing.beside and final is None else None

@@ -82,6 +82,8 @@ class Packing:
     `basis` f32 [pages, 2, rows, D], as `ops.Moments.basis` makes it of all layers and KV heads: in
     which everything is packed that has no basis of its own. None has it made of the first tokens
     that the runner packs, whoever's they are; until there are enough of them nothing is rotated.
+    A second one is made of them, at any position, once a text is longer than those were, and what
+    comes from then on is packed in it.
     `copy_bytes`: so much of the host's memory for exact copies of documents, from which they are
     packed once more in a basis of their own, behind whoever inserted them (MosaicKV, section 5.4).
     `beside`: whether each layer of a prompt is packed while the layers behind it are computed
@@ -175,6 +177,11 @@ class Packing:
         if self.exact_first is not None:
             return self.exact_first
         return 0 if of.basis_rows is None and self.strategy is None else 1
+
+    @property
+    def refines(self) -> bool:
+        """Whether the shared basis that a pool makes may give way to one for longer texts."""
+        return self.basis is None
 
     @property
     def named(self) -> str:

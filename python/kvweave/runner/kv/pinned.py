@@ -23,10 +23,13 @@ def pin(pages: torch.Tensor, device: torch.device) -> bool:
     return True
 
 
-def register(address: int, size: int, device: torch.device) -> bool:
+_ELSE = "the host copies what the device would read itself"
+
+
+def register(address: int, size: int, device: torch.device, otherwise: str = _ELSE) -> bool:
     """Asks the driver to let a GPU read so many bytes where they lie; whether it may.
 
-    It does until `unregister`. A refusal is said in the log.
+    It does until `unregister`. A refusal is said in the log, and what happens `otherwise`.
     """
     cudart: Any = torch.cuda.cudart
     with torch.cuda.device(device):
@@ -34,10 +37,7 @@ def register(address: int, size: int, device: torch.device) -> bool:
     if not refused:
         return True
     _log.warning(
-        "host memory: expected %d bytes to be pinned, got error %d: the host copies what the "
-        "device would read itself",
-        size,
-        refused,
+        "host memory: expected %d bytes to be pinned, got error %d: %s", size, refused, otherwise
     )
     # The driver remembers the error, and the next launch would be told of it.
     with suppress(RuntimeError):

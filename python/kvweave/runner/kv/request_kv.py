@@ -407,10 +407,10 @@ class RequestKv:
         of, rope = self.spec.layers[layer], self.positions.rope
         return self.packed.merged(layer, of, rope, (q, positions), self._gap_end, exact)
 
-    def take_queries(self, layer: int, q: torch.Tensor) -> None:
+    def take_queries(self, layer: int, q: torch.Tensor, rows: Rows) -> None:
         """Takes note of the queries [R, H, D] of a prompt's rows where pages are packed by them."""
         if self.packed is not None:
-            self.packed.take_queries(layer, q)
+            self.packed.take_queries(layer, q, rows)
 
     def is_gathered(self, rows: int) -> bool:
         """Whether so many rows read a layer whose tokens have been brought together."""

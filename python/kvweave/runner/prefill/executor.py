@@ -271,7 +271,7 @@ class _Run:
             table = kv.rows(plan.rows, plan.local_rows)
         if plan.local_rows is not None and kv.layer_heads(plan.layer).local.heads:
             self.leave_out(plan.rows, plan.local_rows)
-        kv.take_queries(plan.layer, q)
+        kv.take_queries(plan.layer, q, plan.rows)
         kv.write(plan.layer, k, v, table)
         if plan.probe is Probe.SALIENCE:
             plan = self.salient(hidden, plan, q)

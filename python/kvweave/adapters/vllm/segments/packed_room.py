@@ -13,7 +13,7 @@ from kvweave.adapters.vllm.require import require
 from kvweave.cache import KvShape
 from kvweave.errors import InvalidArgument
 from kvweave.runner.kv.exact_firsts import first_rooms
-from kvweave.runner.kv.pool_bases import FIRST_OWN, OWN_SHARE, basis_bytes
+from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes, shared_bases
 
 MOST_AT_ONCE, AT_ONCE_SHARE = 128, 1 / 16
 """Packed blocks that are unpacked together, and the most of the store that they may take for it."""
@@ -63,7 +63,8 @@ class PackedRoom:
         beside, bases = (1 + at_once) * exact, 0
         if one:
             some = (arena_bytes - beside) // (OWN_SHARE * one)
-            bases = FIRST_OWN + (max(min(some, MOST_OTHERS), 1) if others else 0)
+            bases = shared_bases(refines=False)
+            bases += max(min(some, MOST_OTHERS), 1) if others else 0
             beside += bases * one
 
         def firsts(blocks: int) -> int:

@@ -254,7 +254,9 @@ class PackedSegmentStore(SegmentStore):
         if len(own):
             size = self.geometry.kv_heads, self.page_tokens
             left_out = 0 if numbers[0] else self.first_tokens
-            basis = self._assigned(own, lambda: measured_pages(layers, of_class, *size), left_out)
+            basis = self._assigned(
+                own, numbers, lambda: measured_pages(layers, of_class, *size), left_out
+            )
             for layer, parts in enumerate(layers.layers):
                 for part in parts:
                     packed, packs = self._pages_of(layer, part, basis), of_class[part.number]
@@ -282,7 +284,8 @@ class PackedSegmentStore(SegmentStore):
         cache, pages = self._exact(admitted.tokens)
         tokens, of = np.asarray(request.tokens, np.int32), request.namespace
         exact = cache.admit(tokens, namespace=of, reuse="none", regime=self.regime)
-        wanted = self.bases is not None and self.bases.wants_queries
+        places = np.arange(-(-admitted.tokens // PAGE_TOKENS), dtype=np.int32)
+        wanted = self.bases is not None and self.bases.wants_queries(places)
         yield DocumentRoom(cache, pages, exact, self._take_queries if wanted else None)
         self._pack(admitted, pages, exact)
 
@@ -324,26 +327,35 @@ class PackedSegmentStore(SegmentStore):
             blocks = self._sent(exact.entries()[:, 0])
             packs = self._packs(numbers, own, admitted.tokens, blocks, PAGE_TOKENS)
             first, count = packs[:MOST_PAGES], self.block_pages
-            left_out = self.first_tokens
-            self._assigned(own, lambda: on_host(pages, first.cpu().numpy(), count), left_out)
+            self._assigned(
+                own,
+                numbers,
+                lambda: on_host(pages, first.cpu().numpy(), count),
+                self.first_tokens,
+            )
             ops.pack_pages(pages, self.packed, packs, pages=count)
         if self.firsts is not None:
             self.firsts.keep(admitted.request, exact, pages)
         self._commit_whole(admitted, admitted.tokens)
 
     def _assigned(
-        self, own: Rows, exact: Callable[[], tuple[torch.Tensor, Rows]], left_out: int = 0
+        self,
+        own: Rows,
+        numbers: Rows,
+        exact: Callable[[], tuple[torch.Tensor, Rows]],
+        left_out: int = 0,
     ) -> int:
         """The basis that own blocks are about to be packed in, which is said of them.
 
-        `exact`: pages of theirs on the host, and packs of these, which the shared one is made of,
-        but for so many first tokens, which are read where they are exact.
+        `numbers`: those of their pages in the prompt. `exact`: pages of theirs on the host, and
+        packs of these, which the shared one is made of, but for so many first tokens, which are
+        read where they are exact.
         """
         bases = self.bases
         if bases is None:
             return UNROTATED
         if bases.wants_moments:
-            bases.add(*exact(), left_out)
+            bases.add(*exact(), numbers, left_out)
         bases.assign(own, bases.shared)
         return bases.shared
 

@@ -12,6 +12,7 @@ use crate::dlpack::borrow;
 use crate::dtype::ROWS;
 use crate::failure::{Failure, call_core};
 use crate::packed::PackedFormat;
+use crate::rope::RopeTable;
 use crate::scalars::Number;
 
 /// Mean and covariance of a text's keys and values, as its tokens come, and the basis made of them
@@ -117,6 +118,47 @@ impl Moments {
                 self.lock().add_queries(queries, heads, pages);
                 Ok::<_, Failure>(())
             })
+        })
+    }
+
+    /// The same of texts that stand at other positions too, a `Moments` of its own: the mean over
+    /// `deltas`, i32 [n], of the sums of keys and queries that have moved by so many positions, as
+    /// `rope` has them move. The pages are those of `kv_heads` heads a layer, of the layers from
+    /// `first_layer` on. Values have no position.
+    #[pyo3(signature = (rope, deltas, *, kv_heads, first_layer))]
+    fn moved(
+        &self,
+        py: Python<'_>,
+        rope: &Bound<'_, RopeTable>,
+        deltas: &Bound<'_, PyAny>,
+        kv_heads: Number,
+        first_layer: Number,
+    ) -> PyResult<Self> {
+        let deltas = Table::of("deltas", deltas)?;
+        let moves = raised(py, deltas.numbers("deltas"))?;
+        let table = &rope.get().table;
+        call_core(py, || {
+            let moments = self.lock();
+            let (pages, dim) = (moments.pages(), moments.format().head_dim());
+            let kv_heads = count("kv_heads", kv_heads)?;
+            let first = count("first_layer", first_layer)?;
+            if kv_heads == 0 || !pages.is_multiple_of(kv_heads) {
+                let expected = format!("a divisor of {pages} pages");
+                return Err(Failure::invalid("kv_heads", expected, kv_heads));
+            }
+            let layers = pages / kv_heads;
+            if first.checked_add(layers).is_none_or(|last| last > table.layers()) {
+                let expected = format!("{layers} layers within {}", table.layers());
+                return Err(Failure::invalid("first_layer", expected, first));
+            }
+            if 2 * table.pairs() > dim {
+                let expected = format!("at most {dim} turned channels");
+                return Err(Failure::invalid("rope", expected, 2 * table.pairs()));
+            }
+            if moves.is_empty() {
+                return Err(Failure::invalid("deltas", "one at least", 0));
+            }
+            Ok(Self(Mutex::new(moments.moved(table, (first, kv_heads), moves))))
         })
     }
 
