@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.report import demo_table, headlines
 from benchmarks.report.budget_tables import budget_tables
+from benchmarks.report.commands import COMMANDS, VLLM
 from benchmarks.report.papers import CLAIMS, claims
 from benchmarks.report.record import RECORDS, ROOT
 from benchmarks.report.table_rows import cell, figure, markdown_row
@@ -22,12 +23,6 @@ from kvweave.errors import InvalidArgument
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 PAPERS = ROOT / "docs" / "papers"
 
-VLLM = "python -m benchmarks.vllm.serve"
-BENCH = "python -m benchmarks.vllm.vllm_bench --jobs rag"
-OWN = "python -m benchmarks.vllm.vllm_bench --jobs prefix_repetition throughput"
-SEGMENTS = "python -m benchmarks.vllm.segments"
-HOST_LOAD = "python -m benchmarks.cases.host_load --json FILE"
-HOST_TASK = '{"layers": 0, "arena_bytes": 68719476736, "rate": 0.75, "ways": ["Poisson"]'
 TITLES = {
     "quality": "Nearness to full on held-out text, 4 segments encoded apart, KL in nats a token",
     "ttft": "Time to first token, SmolLM2-135M f32, four documents that are all cached",
@@ -91,66 +86,6 @@ TITLES = {
 }
 # Rows of a long case that a page has room for.
 SHOWN = {"attention": " 4096 ", "packed_decode": " 16 × 32768 "}
-# Commands that print a case's rows, where that is not `make bench`.
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
-    "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
-    "page_tasks": ("python -m benchmarks.quality.page_tasks MODEL --device cuda --record",),
-    "page_tasks_periods": (
-        "python -m benchmarks.quality.page_tasks MODEL --device cuda --pages 16 --every 1 "
-        "--every 4 --every 16 --record",
-    ),
-    "host_load_whole": (
-        f"{HOST_LOAD} --task '{HOST_TASK}, \"copies\": []}}'",
-        f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["cadence"], "whole": false, '
-        '"host_bytes": 85899345920}\'',
-        f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["late"], "whole": false, '
-        '"host_bytes": 85899345920, "requests": 150}\'',
-        "python -m benchmarks.cases.host_load --join FILE FILE --json FILE",
-    ),
-    "replay": ("python -m benchmarks.replay.run FOLDER",),
-    "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
-    "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),
-    "vllm_soak": (
-        "python -m benchmarks.vllm.soak --seconds 560 --mode int4 half-int4 planes-3 segments",
-        "python -m benchmarks.vllm.soak --seconds 480 --mode server",
-    ),
-    "cuda_ops": ("kvweave bench ops",),
-    "vllm_bench": (
-        f"{BENCH} --engines mapped stock --store-gib 22 --rate 4 --rag '{{\"documents\": 32}}'",
-    ),
-    "vllm_bench_ranks": (
-        f"{BENCH} --ranks 2 --engines mapped stock --requests 64 --store-gib 11 --rate 4 "
-        '--rag \'{"documents": 32}\' -- --compilation-config \'{"mode": 0, '
-        '"cudagraph_mode": "FULL_DECODE_ONLY", '
-        '"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 40, 64]}\'',
-    ),
-    "vllm_bench_own": (f"{OWN} --engines stock ours heads --rate 4",),
-    "vllm_host_step": ("python -m benchmarks.vllm.host_step",),
-    "vllm_host_step_gpu": ("python -m benchmarks.vllm.host_step --rounds 8",),
-    "vllm_segments": (f"{SEGMENTS} stock segments mapped",),
-    "vllm_segments_ranks": (f"{SEGMENTS} mapped stock --ranks 2",),
-    "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
-    "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
-    "counters": ("python -m benchmarks.device.counters",),
-    "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
-    "vllm_compiled": (f"{VLLM} --mode compiled --jobs latency decode",),
-    "vllm_load": (
-        f"{VLLM} --jobs throughput --engines ours stock --task '{{\"requests\": 40}}'",
-        f'{VLLM} --jobs capacity --task \'{{"layers": 0, "memory": 27917287424, "chunk": 8192}}\'',
-    ),
-    "vllm_mapped": (f"{VLLM} --jobs capacity --engines stock mapped",),
-    "vllm_mapped_ranks": (f"{VLLM} --jobs capacity --engines mapped stock --ranks 2",),
-    "vllm_far": (
-        f"{VLLM} --jobs throughput --engines stock far --task "
-        '\'{"memory": 17179869184, "requests": 48, "chunk": 8192, "answer": [50, 1500]}\'',
-    ),
-    "vllm_top_k": (
-        f"{VLLM} --jobs decode --engines stock top_k"
-        " --task '{\"decodes\": [[40, 10000], [8, 100000]]}'",
-    ),
-    "vllm_ranks": ("python -m benchmarks.vllm.ranks",),
-}
 HIDDEN = {"elements", "tokens", "text"}
 # Columns of a case that has more than a page has room for.
 COLUMNS = {

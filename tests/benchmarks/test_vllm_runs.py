@@ -9,18 +9,19 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.report import results
+from benchmarks.report.commands import COMMANDS
 from benchmarks.vllm import engine, kv_bytes, ranks, segments, serve
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.errors import InvalidArgument
 from kvweave.lab.bench.rows import Row
 
-RECORDED = [c for c in results.newest() if c in results.COMMANDS and c.startswith("vllm")]
+RECORDED = [c for c in results.newest() if c in COMMANDS and c.startswith("vllm")]
 
 
 @pytest.mark.parametrize("case", RECORDED)
 def test_printed_commands_make_the_rows_of_their_case(case: str) -> None:
     made = []
-    for command in results.COMMANDS[case]:
+    for command in COMMANDS[case]:
         python, _, module, *words = shlex.split(command)
         assert python == "python"
         assert (results.ROOT / f"{module.replace('.', '/')}.py").exists()
