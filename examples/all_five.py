@@ -4,7 +4,7 @@ Two documents are read from a store by a runner that never computed them (place)
 other text than they were encoded alone (content), packed in half of their channels at four bits
 (channels), read by some heads through windows alone (heads), and recomputed where a draft of the
 answer looks (tokens). The head map is made up, one head a layer: `kvweave profile-heads` makes real
-ones. Every figure is of this run.
+ones. Every figure is of this run; what heads read of packed bytes follows from the map.
 """
 
 from __future__ import annotations
