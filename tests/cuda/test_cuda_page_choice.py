@@ -308,19 +308,28 @@ def test_products_are_the_same_whoever_else_is_scored(bounds, generator) -> None
 
 @pytest.mark.parametrize("requests", [3, 400, 1100])
 @pytest.mark.parametrize("few", [True, False])
-def test_few_of_many_requests_list_pages(requests, few, generator) -> None:
+@pytest.mark.parametrize(
+    ("bounds", "heads"),
+    [(torch.bfloat16, 8), (torch.float8_e4m3fn, 8), (torch.bfloat16, 40)],
+    ids=["bf16", "fp8", "more queries than products take"],
+)
+def test_few_of_many_requests_list_pages(requests, few, bounds, heads, generator) -> None:
     """Of 2048 rows or fewer thread blocks share the windows of 64 entries; of more each has own."""
     lengths = [0 if few else 3] * requests
     for at, length in ((0, 1), (1, 2500), (2, 64), (-1, 65), (requests // 2, 1300)):
         lengths[at] = length
-    call = Scored.of(lengths, 2, 8, 128, generator, torch.bfloat16, (0, 300, 0, -7))
-    call.bounds = call.bounds.bfloat16().float()
+    call = Scored.of(lengths, 2, heads, 128, generator, torch.bfloat16, (0, 300, 0, -7))
+    call.bounds = call.bounds.to(bounds).float()
     call.bounds[call.entries[70, 0].item(), 0, 3] = torch.nan
-    call.bounds[call.entries[80, 0].item(), 1, 5] = torch.inf
+    scales = None
+    if bounds.itemsize == 1:
+        scales = torch.full((len(call.bounds),), 127, dtype=torch.uint8, device="cuda")
+    else:
+        call.bounds[call.entries[80, 0].item(), 1, 5] = torch.inf
     wanted, counts = call.here(width=2600)
-    kept = call.bounds[:, :2].bfloat16().cuda().contiguous()
+    kept = call.bounds[:, :2].to(bounds).cuda().contiguous()
     entries, offsets = there(call.entries, call.offsets)
-    pages = replace(call.pages("cuda"), bounds=kept)
+    pages = replace(call.pages("cuda"), bounds=kept, scales=scales)
     for width in (2600, 1000):
         given = {"entry_offsets": offsets, "width": width}
         got, listed = ops.score_pages(call.q.cuda(), entries, pages, **given)
