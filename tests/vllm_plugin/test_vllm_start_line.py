@@ -11,7 +11,7 @@ import pytest
 
 from kvweave import CorruptHeadMap, HeadClassMap, KvShape, __version__
 from kvweave.adapters.vllm.heads.same_model import UNNAMED
-from kvweave.adapters.vllm.start_line import active_line, idle_lines, map_lines
+from kvweave.adapters.vllm.start_line import active_line, ending_lines, idle_lines, map_lines
 
 LAYERS, KV_HEADS = 2, 4
 OURS = "KvweaveLlamaForCausalLM"
@@ -85,6 +85,24 @@ def test_whether_a_map_is_of_the_model_is_said_where_it_is_not_known(map_file: P
     assert line.endswith("got dummy; they are not compared")
     assert map_lines(config(section=SEGMENTS), {}) == []
     assert map_lines(config("LlamaForCausalLM", section), {}) == []
+
+
+def test_windows_alone_over_virtual_pages_have_an_end(map_file: Path) -> None:
+    section = {"heads": str(map_file), "virtual_pages": True}
+    (line,) = ending_lines(config(section=section), {})
+    assert line.startswith("kvweave.virtual_pages: a map with windows and without top-k heads")
+    assert "in vLLM 0.33 for the last time" in line
+    assert line.endswith("head classes, without virtual_pages, go on")
+    assert ending_lines(config(section={"heads": str(map_file)}), {"KVWEAVE_VIRTUAL_PAGES": "1"})
+    # What goes on, or is not served at all.
+    assert ending_lines(config(section={"heads": str(map_file)}), {}) == []
+    assert ending_lines(config(section={"virtual_pages": True}), {}) == []
+    assert ending_lines(config("LlamaForCausalLM", section), {}) == []
+    whole = json.loads(map_file.read_text())
+    top_k = {"kind": "top_k", "pages": 4, "rerank_every": 16}
+    whole["heads"][0]["class"] = top_k
+    map_file.write_text(json.dumps(whole))
+    assert ending_lines(config(section=section), {}) == []
 
 
 def test_a_map_that_is_none_is_refused(tmp_path: Path) -> None:

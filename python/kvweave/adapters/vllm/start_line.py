@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvweave import __version__, cuda_status
-from kvweave.adapters.vllm.heads.class_map import read_classes, read_map
+from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes, read_map
 from kvweave.adapters.vllm.heads.same_model import NAMELESS, UNNAMED
 from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
+from kvweave.adapters.vllm.versions import WITH_VIRTUAL_PAGES
 from kvweave.errors import InvalidArgument
 from kvweave.weight_sample import WeightComparison, samples_of
 
@@ -24,6 +25,11 @@ BUILD = ("KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
 GIB = 2**30
 CHECK = "MarkerCheck"
 EXTENSION = "KnowledgeBaseWorker"
+WINDOWS_ALONE = (
+    f"{SECTION}.virtual_pages: a map with windows and without top-k heads over virtual pages is "
+    f"served in vLLM {WITH_VIRTUAL_PAGES[-1]} for the last time, and refused from the first version "
+    "after it that the plugin knows; head classes, without virtual_pages, go on"
+)
 
 
 def log_start(config: Any) -> None:
@@ -36,7 +42,7 @@ def log_start(config: Any) -> None:
     # A logger of vLLM's: nobody listens to others in its processes.
     log: Any = init_logger("vllm.kvweave")
     log.info_once("%s", active_line(config, vllm_version))
-    for line in (*idle_lines(config), *map_lines(config)):
+    for line in (*idle_lines(config), *map_lines(config), *ending_lines(config)):
         log.warning_once("%s", line)
 
 
@@ -88,6 +94,18 @@ def map_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[
     return []
 
 
+def ending_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is served and will not be by a version of the plugin for a later vLLM, a line each.
+
+    Errors: as `options_of` and `read_classes`.
+    """
+    options = options_of(config.additional_config, environment)
+    if _architecture(config) not in MODELS or not options.virtual_pages or options.heads is None:
+        return []
+    kinds = {head["kind"] for layer in _classes(config, options) for head in layer}
+    return [WINDOWS_ALONE] if "window" in kinds and "top_k" not in kinds else []
+
+
 def _features(config: Any, options: Options) -> Iterator[str]:
     if options.heads is not None:
         yield f"heads of {options.heads}: {_kinds(config, options)}"
@@ -106,12 +124,16 @@ def _features(config: Any, options: Options) -> Iterator[str]:
         yield f"documents of workers kept in {options.store}{bound}"
 
 
-def _kinds(config: Any, options: Options) -> str:
+def _classes(config: Any, options: Options) -> list[list[HeadClass]]:
     model = config.model_config
     layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
     assert options.heads is not None
+    return read_classes(options.heads, layers, heads)
+
+
+def _kinds(config: Any, options: Options) -> str:
     counts: Counter[str] = Counter()
-    for layer in read_classes(options.heads, layers, heads):
+    for layer in _classes(config, options):
         counts.update(map(_kind, layer))
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
