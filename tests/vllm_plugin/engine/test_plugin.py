@@ -50,6 +50,7 @@ CONNECTORS = {
     "heads": "KvweaveHeads",
     "virtual_pages": "KvweavePages",
 }
+KNOWN_BACKENDS = AttentionBackendEnum.__members__
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 
@@ -80,6 +81,25 @@ def test_who_asks_gets_ours() -> None:
         assert AttentionBackendEnum.CPU_ATTN.get_class() is PagedBackend
     spec = SinkWindowSpec(**SHAPE, sliding_window=8, sink=4)
     assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
+
+
+def test_latent_vectors_are_refused_where_ours_is_asked_for() -> None:
+    """Whatever model has them; whoever asks for nothing has vLLM's own class."""
+    backends = [AttentionBackendEnum.CUSTOM]
+    backends += [AttentionBackendEnum[n] for n in lazy_classes.ON_CPU if n in KNOWN_BACKENDS]
+    config = VllmConfig(attention_config={"backend": "CUSTOM"})
+    config.model_config = SimpleNamespace(use_mla=True, architectures=["KimiK25"])
+    for backend in backends:
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(Unsupported, match="attention: expected keys .*, got MLA of KimiK25"),
+        ):
+            backend.get_class()
+    config.attention_config.backend = None
+    for backend in backends[1:]:
+        with set_current_vllm_config(config):
+            module, _, name = backend.value.rpartition(".")
+            assert backend.get_class() is getattr(import_module(module), name)
 
 
 @pytest.mark.parametrize("name", ["PagedBackend", *MODELS])

@@ -44,8 +44,9 @@ def _register_names() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, f"{lazy_classes.__name__}.PagedBackend")
     if current_platform.is_cpu():
-        # vLLM's CPU platform takes the class of CPU_ATTN whatever backend was asked for.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{lazy_classes.__name__}.CpuBackend")
+        # vLLM's CPU platform takes its own backends' classes whatever backend was asked for.
+        for name in AttentionBackendEnum.__members__.keys() & lazy_classes.ON_CPU:
+            register_backend(AttentionBackendEnum[name], f"{lazy_classes.__name__}.{name}")
     for name in MODELS:
         ModelRegistry.register_model(name, f"{lazy_classes.__name__}:{name}")
 
