@@ -253,6 +253,29 @@ def test_what_the_engine_would_pass_over_is_refused(server: Server) -> None:
         server.ask(user(marked(document("i") * 20)))
 
 
+def test_reuse_of_counted_segments_is_counted(server: Server) -> None:
+    """Of clients that count tokens themselves, in completions and chats, as of marked ones."""
+    route, xargs = f"{server.address}/v1/completions", {"segments": [[3, 103]], "policy": "naive"}
+    tokens = [7 + number * number % 90 for number in range(100)]
+    for before in ([5, 6, 7], [9, 9, 9]):
+        prompt = {"model": NAME, "prompt": [*before, *tokens, 8, 9], "max_tokens": 2}
+        prompt["vllm_xargs"] = {"kvweave": json.dumps(xargs)}
+        status, said = fetched(route, "POST", prompt)
+        assert status == 200, said
+    told = said["kvweave"]
+    spared = told["cached"] + told["reused"] - told["recomputed"]
+    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == spared
+    assert spared >= 64
+    text = document("counted")
+    asked = {"vllm_xargs": {"kvweave": json.dumps({"discover": True, "policy": "naive"})}}
+    server.ask(user(marked(text)))
+    response = server.ask(user("before", text), extra_body=asked)
+    told = response["kvweave"]
+    spared = told["cached"] + told["reused"] - told["recomputed"]
+    assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == spared
+    assert spared >= 64
+
+
 def test_the_knowledge_base_is_in_the_schema(server: Server) -> None:
     schema = fetched(f"{server.address}/openapi.json", "GET")[1]
     assert {"get", "post"} == schema["paths"]["/kvweave/knowledge"].keys()
