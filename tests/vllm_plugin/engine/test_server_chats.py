@@ -249,6 +249,15 @@ def test_what_the_engine_would_pass_over_is_refused(server: Server) -> None:
     for policy in ({"name": "sparsex", "boundary": 99}, {"name": "infoflow", "layers": [99]}):
         with pytest.raises(openai.BadRequestError, match="expected layers of"):
             server.ask(user(marked(document("i"))), extra_body={"kvweave": {"policy": policy}})
+    for route, asked in (
+        ("completions", {**prompt, "prompt": [5] * 9, "vllm_xargs": xargs}),
+        ("chat/completions", {"model": NAME, "messages": [user(marked(document("i")))]}),
+    ):
+        at = f"{server.address}/v1/{route}"
+        status, said = fetched(at, "POST", {**asked, "prompt_logprobs": 1})
+        wanted = "prompt_logprobs: expected none beside segments"
+        assert (status, wanted in said["error"]["message"]) == (400, True), said
+        assert said["error"]["type"] == "BadRequestError"
     with pytest.raises(openai.BadRequestError, match="512"):
         server.ask(user(marked(document("i") * 20)))
 
