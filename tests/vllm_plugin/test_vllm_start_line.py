@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvweave import CorruptHeadMap, HeadClassMap, KvShape, __version__
+from kvweave import CorruptHeadMap, HeadClassMap, InvalidArgument, KvShape, __version__
 from kvweave.adapters.vllm.heads.same_model import UNNAMED
 from kvweave.adapters.vllm.start_line import active_line, ending_lines, idle_lines, map_lines
 
@@ -140,11 +140,6 @@ SEGMENTS = {"segment_bytes": 1 << 20}
             ],
         ),
         (
-            config("LlamaForCausalLM", {"head": "a.json"}),
-            {},
-            ["additional_config: kvweave: expected the options heads, "],
-        ),
-        (
             config(section={"heads": "a.json", "frozen_share": 0.2}),
             {},
             ["kvweave.frozen_share: expected segment_bytes beside it"],
@@ -165,3 +160,22 @@ def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[st
     assert len(lines) == len(says)
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
+
+
+@pytest.mark.parametrize("architecture", [OURS, "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("section", "environment", "says"),
+    [
+        ({"head": "a.json"}, {}, "kvweave: expected the options heads, .*, got 'head'"),
+        ("heads", {}, "kvweave: expected a dictionary, got 'heads'"),
+        ({}, {"KVWEAVE_HOST_BYTES": "1G"}, "KVWEAVE_HOST_BYTES: expected bytes, got '1G'"),
+    ],
+)
+def test_what_can_never_be_right_is_refused(
+    architecture: str, section: Any, environment: Any, says: str
+) -> None:
+    """Whether or not the model's class would read it."""
+    given = config(architecture, section)
+    for read in (idle_lines, lambda *of: active_line(of[0], "0.33.0", of[1])):
+        with pytest.raises(InvalidArgument, match=says):
+            read(given, environment)

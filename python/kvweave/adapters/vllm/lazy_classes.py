@@ -11,6 +11,7 @@ from typing import Any
 
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.model_names import MODELS
+from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.served_models import check_attention
 
 ON_CPU = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
@@ -36,7 +37,11 @@ def _paged_backend() -> Any:
 
     from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 
-    check_attention(get_current_vllm_config_or_none())
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        check_attention(config)
+        # A model of vLLM's own class does not read them: what can never be right is refused here.
+        options_of(config.additional_config)
     return PagedBackend
 
 

@@ -83,11 +83,11 @@ def check_class(part: str, config: Any) -> None:
 def check_attention(config: Any) -> None:
     """Refuses a `VllmConfig` whose model attends by MLA, of which our backend alone has no form.
 
-    None, or a configuration without a model, says nothing, and passes.
+    A configuration without a model says nothing, and passes.
 
     Errors: `Unsupported`, naming the model and what it has of its own.
     """
-    model = None if config is None else config.model_config
+    model = config.model_config
     if model is not None:
         name = str((model.architectures or ["none"])[0])
         expected = "keys and values of heads for backend CUSTOM"

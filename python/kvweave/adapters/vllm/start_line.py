@@ -16,7 +16,6 @@ from kvweave.adapters.vllm.heads.same_model import NAMELESS, UNNAMED
 from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
 from kvweave.adapters.vllm.versions import WITH_VIRTUAL_PAGES
-from kvweave.errors import InvalidArgument
 from kvweave.weight_sample import WeightComparison, samples_of
 
 PREFIX = "KVWEAVE_"
@@ -71,7 +70,10 @@ def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] =
 
 
 def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is set and has no effect, a line each that names it."""
+    """What is set and has no effect, a line each that names it.
+
+    Errors: as `options_of`.
+    """
     return [*_variables(config, environment), *_options(config, environment)]
 
 
@@ -163,12 +165,7 @@ def _variables(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
 
 def _options(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     section = _section(config)
-    try:
-        options = options_of(config.additional_config, environment)
-    except InvalidArgument as error:
-        # Where a model of ours is made it is raised.
-        yield f"{error}; it has no effect"
-        return
+    options = options_of(config.additional_config, environment)
     ours = _architecture(config) in MODELS
     if not ours:
         given = [name for name in VARIABLES if name in section or environment.get(VARIABLES[name])]
