@@ -11,7 +11,14 @@ import pytest
 
 from kvweave import CorruptHeadMap, HeadClassMap, InvalidArgument, KvShape, __version__
 from kvweave.adapters.vllm.heads.same_model import UNNAMED
-from kvweave.adapters.vllm.start_line import active_line, ending_lines, idle_lines, map_lines
+from kvweave.adapters.vllm.start_line import (
+    active_line,
+    ending_lines,
+    idle_lines,
+    map_lines,
+    unknown_lines,
+    unread_lines,
+)
 
 LAYERS, KV_HEADS = 2, 4
 OURS = "KvweaveLlamaForCausalLM"
@@ -120,12 +127,6 @@ SEGMENTS = {"segment_bytes": 1 << 20}
     [
         (config(section=SEGMENTS, processors=CHECK, extension=EXTENSION), {}, []),
         (config(section={"virtual_pages": True}), {"KVWEAVE_CUDA": "require"}, []),
-        (config(section={"virtual_pages": True}), {"KVWEAVE_SEGMENT": ""}, []),
-        (
-            config(section={"virtual_pages": True}),
-            {"KVWEAVE_SEGMENT": "1"},
-            ["KVWEAVE_SEGMENT: expected one of KVWEAVE_EXACT_FIRST, "],
-        ),
         (
             config(section={"heads": "a.json"}),
             {"KVWEAVE_HEADS": "b.json"},
@@ -136,7 +137,7 @@ SEGMENTS = {"segment_bytes": 1 << 20}
             {"KVWEAVE_VIRTUAL_PAGES": "1"},
             [
                 "kvweave.heads: expected an architecture of KvweaveLlama",
-                "kvweave.virtual_pages: expected an architecture of KvweaveLlama",
+                "KVWEAVE_VIRTUAL_PAGES: expected an architecture of KvweaveLlama",
             ],
         ),
         (
@@ -160,6 +161,30 @@ def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[st
     assert len(lines) == len(says)
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
+
+
+def test_variables_that_nobody_knows_are_named() -> None:
+    given = {"KVWEAVE_TYPO": "1", "KVWEAVE_SEGMENT": "1", "KVWEAVE_HEADS": "a.json", "HOME": "/"}
+    lines = unknown_lines({**given, "KVWEAVE_OTHER": "", "KVWEAVE_CUDA": "off"})
+    assert [line.partition(":")[0] for line in lines] == ["KVWEAVE_SEGMENT", "KVWEAVE_TYPO"]
+    for line in lines:
+        assert ": expected one of KVWEAVE_EXACT_FIRST, KVWEAVE_FROZEN_SHARE, KVWEAVE_HEADS, " in line
+        assert line.endswith("KVWEAVE_VIRTUAL_PAGES, which are read; it has no effect")
+    assert unknown_lines({}) == []
+
+
+def test_what_a_stock_model_does_not_read_is_named() -> None:
+    """Of an engine that has nothing of ours, whatever is set: it is not refused."""
+    given = {"KVWEAVE_HEADS": "/nonexistent.json", "KVWEAVE_HOST_BYTES": "1G", "KVWEAVE_STORE": ""}
+    lines = unread_lines(config("LlamaForCausalLM", {"head": 1, "host_bytes": 5}), given)
+    names = ["kvweave.head", "kvweave.host_bytes", "KVWEAVE_HEADS"]
+    assert [line.partition(":")[0] for line in lines] == names
+    for line in lines:
+        assert ": expected an architecture of KvweaveLlamaForCausalLM, " in line
+        assert line.endswith(" in --hf-overrides, got LlamaForCausalLM; it has no effect")
+    assert unread_lines(config("LlamaForCausalLM"), {}) == []
+    assert unread_lines(config("LlamaForCausalLM", "heads"), {}) == []
+    assert unread_lines(config(OURS, {"heads": "a.json"}), given) == []
 
 
 @pytest.mark.parametrize("architecture", [OURS, "LlamaForCausalLM"])
