@@ -1,9 +1,9 @@
 """Classes looked up when vLLM needs one: only then is the choice of the user known.
 
 `PagedBackend` is ours, and so are the models. A name of vLLM's own backends is vLLM's own class,
-untouched, and what was set and nobody reads is said then; but on CPUs, where vLLM takes no notice of
-`CUSTOM`, ours where the user asked for that. An unknown version of vLLM is refused before anything of
-it is extended.
+untouched, and what was set and nobody reads is said then; but on CPUs, where vLLM takes no notice
+of `CUSTOM`, ours where the user asked for that. An unknown version of vLLM is refused before
+anything of it is extended.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ def _register_names() -> None:
 def backends_looked_up(platform: Any, environment: Mapping[str, str]) -> list[str]:
     """Backends of vLLM's own whose classes `lazy_classes` looks up, by their names.
 
-    On a CPU vLLM takes one of these whatever backend was asked for. On a GPU its choice is the first
-    to know the configuration where an engine has nothing of ours: whoever sets a variable of ours is
-    told then that nobody reads it. Whoever sets none has vLLM's own table.
+    On a CPU vLLM takes one of these whatever backend was asked for. On a GPU its choice is the
+    first to know the configuration where an engine has nothing of ours: whoever sets a variable of
+    ours is told then that nobody reads it. Whoever sets none has vLLM's own table.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -28,8 +28,8 @@ CHECK = "MarkerCheck"
 EXTENSION = "KnowledgeBaseWorker"
 WINDOWS_ALONE = (
     f"{SECTION}.virtual_pages: a map with windows and without top-k heads over virtual pages is "
-    f"served in vLLM {WITH_VIRTUAL_PAGES[-1]} for the last time, and refused from the first version "
-    "after it that the plugin knows; head classes, without virtual_pages, go on"
+    f"served in vLLM {WITH_VIRTUAL_PAGES[-1]} for the last time, and refused from the first "
+    "version after it that the plugin knows; head classes, without virtual_pages, go on"
 )
 
 
@@ -209,8 +209,10 @@ def _options(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     section = _section(config)
     options = options_of(config.additional_config, environment)
     ours = _architecture(config) in MODELS
-    if ours and options.segment_bytes is None and (
-        "frozen_share" in section or environment.get(VARIABLES["frozen_share"])
+    if (
+        ours
+        and options.segment_bytes is None
+        and ("frozen_share" in section or environment.get(VARIABLES["frozen_share"]))
     ):
         yield f"{SECTION}.frozen_share: expected segment_bytes beside it; it has no effect"
     reuses = ours and options.segment_bytes is not None

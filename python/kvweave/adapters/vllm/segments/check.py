@@ -1,4 +1,4 @@
-"""Markers that are malformed, or cannot be followed, are refused in the process that takes requests.
+"""Malformed markers, or what cannot be beside any, are refused where requests are taken.
 
 vLLM has each logits processor look at a request's parameters before anything is scheduled; this
 one does nothing else.

@@ -77,8 +77,8 @@ class SegmentMiddleware:
 async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, bool, str | None]:
     """A request with its marks turned into an argument of vLLM's.
 
-    Whether the response is to say what became of them, and what of them has no effect. `api` None: a request
-    whose client counts tokens itself.
+    Whether the response is to say what became of them, and what of them has no effect. `api` None:
+    a request whose client counts tokens itself.
 
     Errors: `BadRequest` naming the field, and as `check_arguments`.
     """
