@@ -29,6 +29,7 @@ class Server:
         self.asked: list[bytes] = []
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.reply: dict[str, Any] = {"value": {"done": True}}
+        self.response: dict[str, Any] = {}
         self.sleeps = False
         self.openapi_url = "/openapi.json"
         self.schema: dict[str, Any] = {"paths": {"/v1/models": {}}}
@@ -66,8 +67,9 @@ class Server:
             data += message["body"]
         assert int(dict(scope["headers"])[b"content-length"]) == len(data)
         self.asked.append(data)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(self.response).encode()})
 
     def ask(
         self, method: str, path: str, value: Any = None, token: str = ""

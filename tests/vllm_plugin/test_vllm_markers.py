@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.segments.eligibility import checked_markers, eligible_markers
 from kvweave.adapters.vllm.segments.markers import (
     MOST_SEGMENTS,
     MarkedSegment,
@@ -196,18 +196,31 @@ def request_of(**changes: Any) -> Any:
     return SimpleNamespace(**{**known, **plain, **changes})
 
 
+LOGPROBS = SimpleNamespace(extra_args={"kvweave": {"discover": True}}, prompt_logprobs=1)
+MALFORMED = SimpleNamespace(extra_args={"kvweave": {"segments": [[4, 0]]}}, prompt_logprobs=None)
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "says"),
     [
-        {"resumable": True},
-        {"lora_request": "an adapter"},
-        {"prompt_embeds": "embeddings"},
-        {"mm_features": ["an image"]},
-        {"prompt_token_ids": None},
-        {"sampling_params": None},
-        {"num_prompt_tokens": 3},
+        ({"resumable": True}, "kvweave: expected a prompt of tokens alone, got inputs that go on"),
+        ({"lora_request": "an adapter"}, "got an adapter$"),
+        ({"prompt_embeds": "embeddings"}, "got embeddings$"),
+        ({"mm_features": ["an image"]}, "got images or the like$"),
+        ({"prompt_token_ids": None}, "got embeddings$"),
+        ({"num_prompt_tokens": 3}, r"segments\[0\]: expected an end <= 3, the prompt's tokens"),
+        ({"sampling_params": LOGPROBS}, "prompt_logprobs: expected none beside segments .* got 1$"),
+        ({"sampling_params": MALFORMED}, "expected 0 <= start < end, got 4, 0"),
     ],
 )
-def test_requests_that_tokens_do_not_say_all_of_are_computed(changes: dict[str, Any]) -> None:
-    assert eligible_markers(request_of()) is not None
+def test_requests_whose_rows_are_all_computed(changes: dict[str, Any], says: str) -> None:
+    assert eligible_markers(request_of()) == checked_markers(request_of()) is not None
     assert eligible_markers(request_of(**changes)) is None
+    with pytest.raises(InvalidArgument, match=says):
+        checked_markers(request_of(**changes))
+
+
+def test_requests_without_markers_say_nothing_of_them() -> None:
+    plain = SimpleNamespace(extra_args=None, prompt_logprobs=1)
+    for params in (None, plain):
+        assert checked_markers(request_of(sampling_params=params, lora_request="one")) is None

@@ -34,6 +34,35 @@ def test_a_policy_without_marks_is_warned_of() -> None:
             assert (b"kvweave-warning" in server.headers) is idle
 
 
+PLAIN = {"prompt_tokens": 90, "prompt_tokens_details": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "counts"),
+    [
+        ("/v1/completions", {"prompt": "p"}, True),
+        ("/v1/completions", {"prompt": [5, 6]}, True),
+        ("/v1/completions", {"prompt": [[5, 6]]}, True),
+        # What is said is of the first of them alone, and the usage of all.
+        ("/v1/completions", {"prompt": ["p", "q"]}, False),
+        ("/v1/completions", {"prompt": [[5, 6], [7]]}, False),
+        ("/v1/chat/completions", chat({"type": "text", "text": "p"}), True),
+    ],
+)
+def test_reuse_of_counted_segments_is_counted_too(path: str, body: Any, *, counts: bool) -> None:
+    """A client that gives spans of its own is told what others are."""
+    server = Server()
+    server.response = {"usage": PLAIN, "kv_transfer_params": {"kvweave": SAID}}
+    xargs = {"kvweave": json.dumps({"discover": True})}
+    status, said = server.ask("POST", path, {**body, "vllm_xargs": xargs})
+    assert status == 200
+    details = said["usage"]["prompt_tokens_details"]
+    assert details == ({"cached_tokens": 56} if counts else None)
+    assert ("kvweave" in said) is counts
+    # Whoever says nothing is told what vLLM says.
+    assert server.ask("POST", path, body)[1] == server.response
+
+
 def test_completions_have_no_messages_to_mark() -> None:
     server = Server()
     status, said = server.ask("POST", "/v1/completions", {"prompt": "p", "kvweave": {}})

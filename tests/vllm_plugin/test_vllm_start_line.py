@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
-from kvweave import CorruptHeadMap, HeadClassMap, KvShape, __version__
+from kvweave import CorruptHeadMap, HeadClassMap, InvalidArgument, KvShape, __version__
 from kvweave.adapters.vllm.heads.same_model import UNNAMED
-from kvweave.adapters.vllm.start_line import active_line, idle_lines, map_lines
+from kvweave.adapters.vllm.start_line import (
+    active_line,
+    ending_lines,
+    idle_lines,
+    map_lines,
+    unknown_lines,
+    unread_lines,
+)
 
 LAYERS, KV_HEADS = 2, 4
 OURS = "KvweaveLlamaForCausalLM"
@@ -87,6 +94,24 @@ def test_whether_a_map_is_of_the_model_is_said_where_it_is_not_known(map_file: P
     assert map_lines(config("LlamaForCausalLM", section), {}) == []
 
 
+def test_windows_alone_over_virtual_pages_have_an_end(map_file: Path) -> None:
+    section = {"heads": str(map_file), "virtual_pages": True}
+    (line,) = ending_lines(config(section=section), {})
+    assert line.startswith("kvweave.virtual_pages: a map with windows and without top-k heads")
+    assert "in vLLM 0.33 for the last time" in line
+    assert line.endswith("head classes, without virtual_pages, go on")
+    assert ending_lines(config(section={"heads": str(map_file)}), {"KVWEAVE_VIRTUAL_PAGES": "1"})
+    # What goes on, or is not served at all.
+    assert ending_lines(config(section={"heads": str(map_file)}), {}) == []
+    assert ending_lines(config(section={"virtual_pages": True}), {}) == []
+    assert ending_lines(config("LlamaForCausalLM", section), {}) == []
+    whole = json.loads(map_file.read_text())
+    top_k = {"kind": "top_k", "pages": 4, "rerank_every": 16}
+    whole["heads"][0]["class"] = top_k
+    map_file.write_text(json.dumps(whole))
+    assert ending_lines(config(section=section), {}) == []
+
+
 def test_a_map_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "map.json"
     path.write_text("{}")
@@ -102,12 +127,6 @@ SEGMENTS = {"segment_bytes": 1 << 20}
     [
         (config(section=SEGMENTS, processors=CHECK, extension=EXTENSION), {}, []),
         (config(section={"virtual_pages": True}), {"KVWEAVE_CUDA": "require"}, []),
-        (config(section={"virtual_pages": True}), {"KVWEAVE_SEGMENT": ""}, []),
-        (
-            config(section={"virtual_pages": True}),
-            {"KVWEAVE_SEGMENT": "1"},
-            ["KVWEAVE_SEGMENT: expected one of KVWEAVE_EXACT_FIRST, "],
-        ),
         (
             config(section={"heads": "a.json"}),
             {"KVWEAVE_HEADS": "b.json"},
@@ -118,13 +137,8 @@ SEGMENTS = {"segment_bytes": 1 << 20}
             {"KVWEAVE_VIRTUAL_PAGES": "1"},
             [
                 "kvweave.heads: expected an architecture of KvweaveLlama",
-                "kvweave.virtual_pages: expected an architecture of KvweaveLlama",
+                "KVWEAVE_VIRTUAL_PAGES: expected an architecture of KvweaveLlama",
             ],
-        ),
-        (
-            config("LlamaForCausalLM", {"head": "a.json"}),
-            {},
-            ["additional_config: kvweave: expected the options heads, "],
         ),
         (
             config(section={"heads": "a.json", "frozen_share": 0.2}),
@@ -147,3 +161,46 @@ def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[st
     assert len(lines) == len(says)
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
+
+
+def test_variables_that_nobody_knows_are_named() -> None:
+    given = {"KVWEAVE_TYPO": "1", "KVWEAVE_SEGMENT": "1", "KVWEAVE_HEADS": "a.json", "HOME": "/"}
+    lines = unknown_lines({**given, "KVWEAVE_OTHER": "", "KVWEAVE_CUDA": "off"})
+    assert [line.partition(":")[0] for line in lines] == ["KVWEAVE_SEGMENT", "KVWEAVE_TYPO"]
+    for line in lines:
+        assert ": expected one of KVWEAVE_EXACT_FIRST, KVWEAVE_FROZEN_SHARE, " in line
+        assert line.endswith("KVWEAVE_VIRTUAL_PAGES, which are read; it has no effect")
+    assert unknown_lines({}) == []
+
+
+def test_what_a_stock_model_does_not_read_is_named() -> None:
+    """Of an engine that has nothing of ours, whatever is set: it is not refused."""
+    given = {"KVWEAVE_HEADS": "/nonexistent.json", "KVWEAVE_HOST_BYTES": "1G", "KVWEAVE_STORE": ""}
+    lines = unread_lines(config("LlamaForCausalLM", {"head": 1, "host_bytes": 5}), given)
+    names = ["kvweave.head", "kvweave.host_bytes", "KVWEAVE_HEADS"]
+    assert [line.partition(":")[0] for line in lines] == names
+    for line in lines:
+        assert ": expected an architecture of KvweaveLlamaForCausalLM, " in line
+        assert line.endswith(" in --hf-overrides, got LlamaForCausalLM; it has no effect")
+    assert unread_lines(config("LlamaForCausalLM"), {}) == []
+    assert unread_lines(config("LlamaForCausalLM", "heads"), {}) == []
+    assert unread_lines(config(OURS, {"heads": "a.json"}), given) == []
+
+
+@pytest.mark.parametrize("architecture", [OURS, "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("section", "environment", "says"),
+    [
+        ({"head": "a.json"}, {}, "kvweave: expected the options heads, .*, got 'head'"),
+        ("heads", {}, "kvweave: expected a dictionary, got 'heads'"),
+        ({}, {"KVWEAVE_HOST_BYTES": "1G"}, "KVWEAVE_HOST_BYTES: expected bytes, got '1G'"),
+    ],
+)
+def test_what_can_never_be_right_is_refused(
+    architecture: str, section: Any, environment: Any, says: str
+) -> None:
+    """Whether or not the model's class would read it."""
+    given = config(architecture, section)
+    for read in (idle_lines, lambda *of: active_line(of[0], "0.33.0", of[1])):
+        with pytest.raises(InvalidArgument, match=says):
+            read(given, environment)

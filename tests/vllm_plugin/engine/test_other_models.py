@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import vllm
 
 import vllm_cpu_ops
 import vllm_without_plugin
 from kvweave import Unsupported
+from kvweave.adapters.vllm.versions import is_known
 from test_head_split import ours as under_map
 from test_head_split import written
 from vllm_engines import OURS, STOCK, answers, clean, engine, ours, prompt
@@ -127,6 +129,19 @@ def test_segments_are_refused_without_a_class_of_ours(folder_of: Any) -> None:
     choice = settings()
     del choice["hf_overrides"]
     expected, started = f"KvweaveSegments, got {HAS['llama4']}", engine(folder_of("llama4"), choice)
+    with pytest.raises(Exception, match=expected) as raised, started:
+        pass
+    assert isinstance(ours(raised.value), Unsupported), raised.value
+
+
+@pytest.mark.skipif(
+    not ON_GPU and is_known(vllm.__version__, ("0.26",)),
+    reason="vLLM 0.26 itself refuses MLA on CPUs, before it looks for a backend",
+)
+def test_the_backend_refuses_latent_vectors(folder_of: Any) -> None:
+    """On CPUs vLLM would take a backend of its own instead, and say so in a line of its log."""
+    expected = f"attention: expected keys and values of heads .*, got MLA of {HAS['deepseek-v3']}"
+    started = engine(folder_of("deepseek-v3"), OURS, **OPTIONS["deepseek-v3"])
     with pytest.raises(Exception, match=expected) as raised, started:
         pass
     assert isinstance(ours(raised.value), Unsupported), raised.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
-from vllm import ModelRegistry
+from vllm import ModelRegistry, platforms
 from vllm.config import KVTransferConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -19,7 +20,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -50,6 +51,7 @@ CONNECTORS = {
     "heads": "KvweaveHeads",
     "virtual_pages": "KvweavePages",
 }
+KNOWN_BACKENDS = AttentionBackendEnum.__members__
 SHAPE = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
 
 
@@ -82,6 +84,100 @@ def test_who_asks_gets_ours() -> None:
     assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
 
 
+def test_latent_vectors_are_refused_where_ours_is_asked_for() -> None:
+    """Whatever model has them; whoever asks for nothing has vLLM's own class."""
+    backends = [AttentionBackendEnum.CUSTOM]
+    backends += [AttentionBackendEnum[n] for n in lazy_classes.ON_CPU if n in KNOWN_BACKENDS]
+    config = VllmConfig(attention_config={"backend": "CUSTOM"})
+    config.model_config = SimpleNamespace(use_mla=True, architectures=["KimiK25"])
+    for backend in backends:
+        with (
+            set_current_vllm_config(config),
+            pytest.raises(Unsupported, match="attention: expected keys .*, got MLA of KimiK25"),
+        ):
+            backend.get_class()
+    config.attention_config.backend = None
+    for backend in backends[1:]:
+        with set_current_vllm_config(config):
+            module, _, name = backend.value.rpartition(".")
+            assert backend.get_class() is getattr(import_module(module), name)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the plugin warns of, once a process each line."""
+    said: list[str] = []
+    log = logging.getLogger("vllm.kvweave")
+    monkeypatch.setattr(log, "warning", lambda text, *given, **_: said.append(text % given))
+    return said
+
+
+def test_variables_that_nobody_knows_are_told_once(warned: list[str], monkeypatch) -> None:
+    """Each process of vLLM registers, whatever its engine is asked for."""
+    monkeypatch.setenv("KVWEAVE_TYPO", "1")
+    monkeypatch.setenv("KVWEAVE_HEADS", "/nonexistent.json")
+    plugin.register()
+    plugin.register()
+    (line,) = warned
+    assert line.startswith("KVWEAVE_TYPO: expected one of KVWEAVE_EXACT_FIRST, ")
+    # Beside a vLLM that it does not know the plugin says nothing.
+    monkeypatch.setenv("KVWEAVE_ANOTHER_TYPO", "1")
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    plugin.register()
+    assert len(warned) == 1
+
+
+def test_variables_that_an_engine_does_not_read_are_told(warned: list[str], monkeypatch) -> None:
+    """Once vLLM looks for attention of its own, and not where a model of ours is made."""
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(use_mla=False, architectures=[MODELS[0]])
+    monkeypatch.setenv("KVWEAVE_HEADS", "/nonexistent.json")
+    for stock in (False, True):
+        config.model_config.architectures = ["Qwen9ForCausalLM" if stock else MODELS[0]]
+        with set_current_vllm_config(config):
+            for _ in range(2):
+                assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+        assert len(warned) == stock
+    assert warned[0].startswith("KVWEAVE_HEADS: expected an architecture of KvweaveLlama")
+    assert warned[0].endswith("got Qwen9ForCausalLM; it has no effect")
+
+
+def test_on_gpus_vllms_table_of_backends_stays_where_no_variable_is_set(monkeypatch) -> None:
+    on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    elsewhere = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
+    given = {"KVWEAVE_HEADS": "a.json"}
+    assert plugin.backends_looked_up(on_gpu, {"KVWEAVE_TYPO": "1", "KVWEAVE_HEADS": ""}) == []
+    assert plugin.backends_looked_up(elsewhere, given) == []
+    names = plugin.backends_looked_up(on_gpu, given)
+    assert {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"} <= set(names)
+    assert not {"CUSTOM", "TORCH_SDPA"} & set(names)
+
+
+def test_a_backend_that_is_looked_up_is_vllms_own(warned: list[str], monkeypatch) -> None:
+    """As on a GPU, of those that can be imported here; another plugin's is left alone."""
+    monkeypatch.setenv("KVWEAVE_SEGMENT_BYTES", "5")
+    on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
+    backend, others = AttentionBackendEnum.FLEX_ATTENTION, AttentionBackendEnum.TRITON_ATTN
+    module, _, name = backend.value.rpartition(".")
+    stock, config = getattr(import_module(module), name), VllmConfig()
+    config.model_config = SimpleNamespace(use_mla=False, architectures=["Qwen10ForCausalLM"])
+    overridden = {one for one in AttentionBackendEnum if one.is_overridden()}
+    register_backend(others, "another.plugin.Backend")
+    try:
+        with monkeypatch.context() as here:
+            here.setattr(platforms, "current_platform", on_gpu)
+            plugin.register()
+        assert backend.get_path() == f"{lazy_classes.__name__}.FLEX_ATTENTION"
+        assert others.get_path() == "another.plugin.Backend"
+        with set_current_vllm_config(config):
+            assert backend.get_class() is stock
+        (line,) = warned
+        assert line.startswith("KVWEAVE_SEGMENT_BYTES: expected an architecture of Kvweave")
+    finally:
+        for one in set(AttentionBackendEnum) - overridden:
+            one.clear_override()
+
+
 @pytest.mark.parametrize("name", ["PagedBackend", *MODELS])
 def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: str) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
@@ -91,8 +187,9 @@ def test_an_unknown_version_is_refused_when_it_is_asked_for(monkeypatch, name: s
 
 
 def test_what_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Other'"):
-        _ = lazy_classes.Other
+    for name in ("Other", "OTHER", "TORCH_SDPA"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(lazy_classes, name)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,13 +9,13 @@ import pytest
 import torch
 import transformers
 
-from kvweave import CorruptHeadMap, Unsupported
+from kvweave import CorruptHeadMap, InvalidArgument, Unsupported
 from kvweave.adapters.vllm import models
 from kvweave.adapters.vllm.serving import engine_options
 from kvweave.runner.model.sampled_weights import sampled_weights
 from kvweave.weight_sample import WeightComparison, samples_json
 from test_head_split import checkpoint_of, written
-from vllm_engines import answers, engine, ours, prompt
+from vllm_engines import OURS, answers, engine, ours, prompt
 
 
 @pytest.mark.parametrize("part", ["segments", "heads"])
@@ -27,6 +27,19 @@ def test_adapters_are_refused(checkpoint, tmp_path, part: str) -> None:
         pass
     error = ours(raised.value)
     assert isinstance(error, Unsupported), raised.value
+
+
+@pytest.mark.parametrize("ours_too", [False, True])
+def test_an_unknown_option_is_refused(checkpoint, *, ours_too: bool) -> None:
+    """Beside our backend with vLLM's own class too, which would read no option."""
+    choice = engine_options("LlamaForCausalLM", segment_bytes=1 << 22) if ours_too else OURS
+    section = choice.get("additional_config", {}).get("kvweave", {})
+    choice = {**choice, "additional_config": {"kvweave": {**section, "segment_byte": 1 << 22}}}
+    expected = "additional_config: kvweave: expected the options heads, .*, got 'segment_byte'"
+    started = engine(checkpoint_of(checkpoint, "llama"), choice)
+    with pytest.raises(Exception, match=expected) as raised, started:
+        pass
+    assert isinstance(ours(raised.value), InvalidArgument), raised.value
 
 
 def map_of(folder: Path, model: Path, *, change: float = 0.0) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from vllm import LLM
 
@@ -9,7 +11,7 @@ from families import tiny
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import InvalidArgument, Unsupported
 from kvweave.policies import Policy, SparseX
-from vllm_engines import engine, same, sampling
+from vllm_engines import engine, ours, same, sampling
 from vllm_segments import (
     BOTH,
     DOCUMENT,
@@ -171,13 +173,37 @@ def test_half_precision(checkpoint) -> None:
             assert abs(got.logprobs[0] - wanted.logprobs[0]) < 0.15
 
 
-def test_rows_of_a_prompt_with_logprobs_are_all_computed(checkpoint) -> None:
+def test_marks_beside_logprobs_of_the_prompt_are_refused(checkpoint) -> None:
+    tokens, params = asked(SECOND, 1, policy="naive")
+    params.prompt_logprobs = 0
     with segments(checkpoint("llama"), settings()) as (llm, counts):
         ask(llm, FIRST, 1, policy="naive")
-        tokens, params = asked(SECOND, 1, policy="naive")
-        params.prompt_logprobs = 0
+        with pytest.raises(Exception, match="prompt_logprobs: expected none beside") as raised:
+            llm.generate([tokens], params, use_tqdm=False)
+        assert isinstance(ours(raised.value), InvalidArgument), raised.value
+        # Without a segment there is nothing that they would be in the way of.
+        params.extra_args = {"kvweave": {"namespace": "acme"}}
         llm.generate([tokens], params, use_tqdm=False)
     assert counts.total.requests == 1
+
+
+def test_what_is_not_followed_is_warned_of(checkpoint, monkeypatch) -> None:
+    """Where nobody looks at requests before they are scheduled."""
+    said: list[str] = []
+    log = logging.getLogger("vllm.kvweave.segments")
+    monkeypatch.setattr(log, "warning", lambda text, *given: said.append(text % given))
+    tokens, params = asked(SECOND, 1, policy="naive")
+    beyond = params.clone()
+    params.prompt_logprobs = 0
+    beyond.extra_args = {"kvweave": {"segments": [[0, 400]]}}
+    choice = {**settings(), "logits_processors": None}
+    with segments(checkpoint("llama"), choice) as (llm, counts):
+        ask(llm, FIRST, 1, policy="naive")
+        llm.generate([tokens, tokens], [params, beyond], use_tqdm=False)
+    assert counts.total.requests == 1
+    for line, what in zip(said, ("prompt_logprobs: ", "kvweave.segments[0]: "), strict=True):
+        assert f": {what}expected " in line
+        assert line.endswith("; its marks have no effect")
 
 
 REFUSED = {

@@ -74,7 +74,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--structured-outputs-config", json.dumps(GRAMMAR)),
     ]
     log = folder / "log.txt"
-    with served(folder, log, options, VLLM_LOGGING_LEVEL="INFO", KVWEAVE_SEGMENT_BYTES="5") as at:
+    variables = {"KVWEAVE_SEGMENT_BYTES": "5", "KVWEAVE_TYPO": "1"}
+    with served(folder, log, options, VLLM_LOGGING_LEVEL="INFO", **variables) as at:
         yield Server(at, f"tcp://127.0.0.1:{port}", log)
 
 
@@ -104,8 +105,11 @@ def test_the_start_is_told_in_one_line(server: Server) -> None:
     assert "segments in 0.02 GiB of each worker, up to 25 % for knowledge bases" in line
     assert "connector KvweaveSegments" in line
     warned = [line for line in lines if "has no effect" in line]
-    assert len(warned) == 1
-    assert "KVWEAVE_SEGMENT_BYTES: expected one place" in warned[0]
+    # Each process that loads the plugin says so of a name that nobody knows.
+    unknown = [line for line in warned if "KVWEAVE_TYPO: expected one of KVWEAVE_" in line]
+    assert unknown
+    (other,) = [line for line in warned if line not in unknown]
+    assert "KVWEAVE_SEGMENT_BYTES: expected one place" in other
 
 
 def test_the_second_turn_of_a_chat(server: Server) -> None:
@@ -249,8 +253,40 @@ def test_what_the_engine_would_pass_over_is_refused(server: Server) -> None:
     for policy in ({"name": "sparsex", "boundary": 99}, {"name": "infoflow", "layers": [99]}):
         with pytest.raises(openai.BadRequestError, match="expected layers of"):
             server.ask(user(marked(document("i"))), extra_body={"kvweave": {"policy": policy}})
+    for route, asked in (
+        ("completions", {**prompt, "prompt": [5] * 9, "vllm_xargs": xargs}),
+        ("chat/completions", {"model": NAME, "messages": [user(marked(document("i")))]}),
+    ):
+        at = f"{server.address}/v1/{route}"
+        status, said = fetched(at, "POST", {**asked, "prompt_logprobs": 1})
+        wanted = "prompt_logprobs: expected none beside segments"
+        assert (status, wanted in said["error"]["message"]) == (400, True), said
+        assert said["error"]["type"] == "BadRequestError"
     with pytest.raises(openai.BadRequestError, match="512"):
         server.ask(user(marked(document("i") * 20)))
+
+
+def test_reuse_of_counted_segments_is_counted(server: Server) -> None:
+    """Of clients that count tokens themselves, in completions and chats, as of marked ones."""
+    route, xargs = f"{server.address}/v1/completions", {"segments": [[3, 103]], "policy": "naive"}
+    tokens = [7 + number * number % 90 for number in range(100)]
+    for before in ([5, 6, 7], [9, 9, 9]):
+        prompt = {"model": NAME, "prompt": [*before, *tokens, 8, 9], "max_tokens": 2}
+        prompt["vllm_xargs"] = {"kvweave": json.dumps(xargs)}
+        status, said = fetched(route, "POST", prompt)
+        assert status == 200, said
+    told = said["kvweave"]
+    spared = told["cached"] + told["reused"] - told["recomputed"]
+    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == spared
+    assert spared >= 64
+    text = document("counted")
+    asked = {"vllm_xargs": {"kvweave": json.dumps({"discover": True, "policy": "naive"})}}
+    server.ask(user(marked(text)))
+    response = server.ask(user("before", text), extra_body=asked)
+    told = response["kvweave"]
+    spared = told["cached"] + told["reused"] - told["recomputed"]
+    assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == spared
+    assert spared >= 64
 
 
 def test_the_knowledge_base_is_in_the_schema(server: Server) -> None:

@@ -7,9 +7,14 @@ beside a newer vLLM and does not use it must not notice.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
 
 from kvweave.adapters.vllm import lazy_classes, versions
 from kvweave.adapters.vllm.model_names import MODELS
+from kvweave.adapters.vllm.options import VARIABLES
+from kvweave.adapters.vllm.start_line import log_unknown
 
 
 def register() -> None:
@@ -17,6 +22,8 @@ def register() -> None:
     from vllm import __version__
 
     known = versions.is_known(__version__)
+    if known:
+        log_unknown()
     # What is not known may lack what names are registered with: then none can be asked for.
     with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
         _register_names()
@@ -42,12 +49,29 @@ def _register_names() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    looked_up = backends_looked_up(current_platform, os.environ)
     register_backend(AttentionBackendEnum.CUSTOM, f"{lazy_classes.__name__}.PagedBackend")
-    if current_platform.is_cpu():
-        # vLLM's CPU platform takes the class of CPU_ATTN whatever backend was asked for.
-        register_backend(AttentionBackendEnum.CPU_ATTN, f"{lazy_classes.__name__}.CpuBackend")
+    for backend in AttentionBackendEnum:
+        if backend.name in looked_up and not backend.is_overridden():
+            register_backend(backend, f"{lazy_classes.__name__}.{backend.name}")
     for name in MODELS:
         ModelRegistry.register_model(name, f"{lazy_classes.__name__}:{name}")
+
+
+def backends_looked_up(platform: Any, environment: Mapping[str, str]) -> list[str]:
+    """Backends of vLLM's own whose classes `lazy_classes` looks up, by their names.
+
+    On a CPU vLLM takes one of these whatever backend was asked for. On a GPU its choice is the
+    first to know the configuration where an engine has nothing of ours: whoever sets a variable of
+    ours is told then that nobody reads it. Whoever sets none has vLLM's own table.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if platform.is_cpu():
+        return list(lazy_classes.ON_CPU)
+    if platform.is_cuda() and any(environment.get(name) for name in VARIABLES.values()):
+        return [backend.name for backend in AttentionBackendEnum if backend.value]
+    return []
 
 
 def _register_manager(spec: type, manager: type) -> None:

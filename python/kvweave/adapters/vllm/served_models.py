@@ -80,6 +80,20 @@ def check_class(part: str, config: Any) -> None:
     require("architecture", name in MODELS, expected, described(name))
 
 
+def check_attention(config: Any) -> None:
+    """Refuses a `VllmConfig` whose model attends by MLA, of which our backend alone has no form.
+
+    A configuration without a model says nothing, and passes.
+
+    Errors: `Unsupported`, naming the model and what it has of its own.
+    """
+    model = config.model_config
+    if model is not None:
+        name = str((model.architectures or ["none"])[0])
+        expected = "keys and values of heads for backend CUSTOM"
+        require("attention", not model.use_mla, expected, f"MLA of {described(name)}")
+
+
 def check_model(ours: str, config: Any) -> None:
     """Refuses a `VllmConfig` of another model than the one that our class `ours` extends.
 

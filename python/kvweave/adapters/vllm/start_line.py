@@ -1,5 +1,7 @@
 """What an engine says once at its start: what of the plugin is active, and what has no effect.
 
+Variables that nobody knows are told of by each process of vLLM that loads the plugin.
+
 `config` is vLLM's `VllmConfig`; vLLM is imported only to log.
 """
 
@@ -7,23 +9,28 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvweave import __version__, cuda_status
-from kvweave.adapters.vllm.heads.class_map import read_classes, read_map
+from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes, read_map
 from kvweave.adapters.vllm.heads.same_model import NAMELESS, UNNAMED
 from kvweave.adapters.vllm.model_names import MODELS
 from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
-from kvweave.errors import InvalidArgument
+from kvweave.adapters.vllm.versions import WITH_VIRTUAL_PAGES
 from kvweave.weight_sample import WeightComparison, samples_of
 
 PREFIX = "KVWEAVE_"
-BUILD = ("KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
+BUILD = ("KVWEAVE_BENCH_DISK", "KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
 """Variables of ours that no engine reads."""
 GIB = 2**30
 CHECK = "MarkerCheck"
 EXTENSION = "KnowledgeBaseWorker"
+WINDOWS_ALONE = (
+    f"{SECTION}.virtual_pages: a map with windows and without top-k heads over virtual pages is "
+    f"served in vLLM {WITH_VIRTUAL_PAGES[-1]} for the last time, and refused from the first "
+    "version after it that the plugin knows; head classes, without virtual_pages, go on"
+)
 
 
 def log_start(config: Any) -> None:
@@ -36,7 +43,25 @@ def log_start(config: Any) -> None:
     # A logger of vLLM's: nobody listens to others in its processes.
     log: Any = init_logger("vllm.kvweave")
     log.info_once("%s", active_line(config, vllm_version))
-    for line in (*idle_lines(config), *map_lines(config)):
+    _warn([*idle_lines(config), *map_lines(config), *ending_lines(config)])
+
+
+def log_unread(config: Any) -> None:
+    """Logs `unread_lines` as warnings: on the first rank, once a process."""
+    if config.parallel_config.rank == 0:
+        _warn(unread_lines(config))
+
+
+def log_unknown() -> None:
+    """Logs `unknown_lines` as warnings, once a process."""
+    _warn(unknown_lines())
+
+
+def _warn(lines: Iterable[str]) -> None:
+    from vllm.logger import init_logger
+
+    log: Any = init_logger("vllm.kvweave")
+    for line in lines:
         log.warning_once("%s", line)
 
 
@@ -65,8 +90,40 @@ def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] =
 
 
 def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What is set and has no effect, a line each that names it."""
-    return [*_variables(config, environment), *_options(config, environment)]
+    """What is set and has no effect, a line each that names it.
+
+    Errors: as `options_of`.
+    """
+    return [
+        *_overridden(config, environment),
+        *unread_lines(config, environment),
+        *_options(config, environment),
+    ]
+
+
+def unread_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Options that are set beside a model which is not ours, and reads none, a line each."""
+    name, section = _architecture(config), _section(config)
+    if name in MODELS:
+        return []
+    expected = f"an architecture of {', '.join(MODELS)} in --hf-overrides"
+    variables = [
+        variable
+        for option, variable in VARIABLES.items()
+        if environment.get(variable) and option not in section
+    ]
+    given = [*(f"{SECTION}.{option}" for option in section), *variables]
+    return [f"{one}: expected {expected}, got {name}; it has no effect" for one in given]
+
+
+def unknown_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables that begin as ours do and that nobody reads, a line each."""
+    known = sorted(VARIABLES.values())
+    return [
+        f"{one}: expected one of {', '.join(known)}, which are read; it has no effect"
+        for one in sorted(environment)
+        if one.startswith(PREFIX) and one not in (*known, *BUILD) and environment[one]
+    ]
 
 
 def map_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -88,6 +145,18 @@ def map_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[
     return []
 
 
+def ending_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What is served and will not be by a version of the plugin for a later vLLM, a line each.
+
+    Errors: as `options_of` and `read_classes`.
+    """
+    options = options_of(config.additional_config, environment)
+    if _architecture(config) not in MODELS or not options.virtual_pages or options.heads is None:
+        return []
+    kinds = {head["kind"] for layer in _classes(config, options) for head in layer}
+    return [WINDOWS_ALONE] if "window" in kinds and "top_k" not in kinds else []
+
+
 def _features(config: Any, options: Options) -> Iterator[str]:
     if options.heads is not None:
         yield f"heads of {options.heads}: {_kinds(config, options)}"
@@ -106,12 +175,16 @@ def _features(config: Any, options: Options) -> Iterator[str]:
         yield f"documents of workers kept in {options.store}{bound}"
 
 
-def _kinds(config: Any, options: Options) -> str:
+def _classes(config: Any, options: Options) -> list[list[HeadClass]]:
     model = config.model_config
     layers, heads = model.hf_text_config.num_hidden_layers, model.get_total_num_kv_heads()
     assert options.heads is not None
+    return read_classes(options.heads, layers, heads)
+
+
+def _kinds(config: Any, options: Options) -> str:
     counts: Counter[str] = Counter()
-    for layer in read_classes(options.heads, layers, heads):
+    for layer in _classes(config, options):
         counts.update(map(_kind, layer))
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
@@ -124,38 +197,22 @@ def _kind(head: Mapping[str, Any]) -> str:
     return str(head["kind"])
 
 
-def _variables(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def _overridden(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     section = _section(config)
-    known = {variable: name for name, variable in VARIABLES.items()}
-    for variable in sorted(environment):
-        if not variable.startswith(PREFIX) or variable in BUILD or not environment[variable]:
-            continue
-        name = known.get(variable)
-        if name is None:
-            expected = ", ".join(sorted(known))
-            yield f"{variable}: expected one of {expected}, which are read; it has no effect"
-        elif name in section:
+    for name, variable in VARIABLES.items():
+        if name in section and environment.get(variable):
             here = f"additional_config {SECTION}.{name}"
             yield f"{variable}: expected one place, got {here} too, which counts; it has no effect"
 
 
 def _options(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     section = _section(config)
-    try:
-        options = options_of(config.additional_config, environment)
-    except InvalidArgument as error:
-        # Where a model of ours is made it is raised.
-        yield f"{error}; it has no effect"
-        return
+    options = options_of(config.additional_config, environment)
     ours = _architecture(config) in MODELS
-    if not ours:
-        given = [name for name in VARIABLES if name in section or environment.get(VARIABLES[name])]
-        for name in given:
-            expected = f"an architecture of {', '.join(MODELS)} in --hf-overrides"
-            got = _architecture(config)
-            yield f"{SECTION}.{name}: expected {expected}, got {got}; it has no effect"
-    elif options.segment_bytes is None and (
-        "frozen_share" in section or environment.get(VARIABLES["frozen_share"])
+    if (
+        ours
+        and options.segment_bytes is None
+        and ("frozen_share" in section or environment.get(VARIABLES["frozen_share"]))
     ):
         yield f"{SECTION}.frozen_share: expected segment_bytes beside it; it has no effect"
     reuses = ours and options.segment_bytes is not None

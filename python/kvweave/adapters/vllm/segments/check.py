@@ -1,4 +1,4 @@
-"""Malformed markers are refused in the process that takes requests.
+"""Malformed markers, or what cannot be beside any, are refused where requests are taken.
 
 vLLM has each logits processor look at a request's parameters before anything is scheduled; this
 one does nothing else.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 
+from kvweave.adapters.vllm.segments.eligibility import check_computed
 from kvweave.adapters.vllm.segments.markers import markers_of
 
 try:
@@ -30,7 +31,9 @@ class MarkerCheck(LogitsProcessor, SecondRunners):
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Errors: `InvalidArgument`, a `ValueError`, which the server answers with 400."""
-        markers_of(sampling_params.extra_args)
+        markers = markers_of(sampling_params.extra_args)
+        if markers is not None and not markers.is_idle:
+            check_computed(sampling_params)
 
     def __init__(self, *given: Any) -> None:
         """Holds nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,17 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from kvweave.adapters.vllm.connector import IdleConnector
 from kvweave.adapters.vllm.options import options_of
 from kvweave.adapters.vllm.segments.document_weighing import StepWork
-from kvweave.adapters.vllm.segments.eligibility import eligible_markers
+from kvweave.adapters.vllm.segments.eligibility import checked_markers
 from kvweave.adapters.vllm.segments.events import events_of
 from kvweave.adapters.vllm.segments.known_documents import Change
 from kvweave.adapters.vllm.segments.markers import SECTION, Markers
 from kvweave.adapters.vllm.segments.message import Chunk, Prompt, SegmentMessage
 from kvweave.adapters.vllm.segments.outcome import PromptOutcome
 from kvweave.adapters.vllm.segments.stats import SegmentConnectorStats
+from kvweave.errors import InvalidArgument
+
+# A logger of vLLM's: nobody listens to others in its processes.
+_log = logging.getLogger("vllm.kvweave.segments")
 
 
 @dataclass
@@ -61,8 +66,12 @@ class MarkedRequests:
         self._reset = False
 
     def arrived(self, request: Any) -> None:
-        """A new request."""
-        markers = eligible_markers(request)
+        """A new request; why its markers are not followed is a warning in the log."""
+        try:
+            markers = checked_markers(request)
+        except InvalidArgument as error:
+            _log.warning("request %s: %s; its marks have no effect", request.request_id, error)
+            return
         if markers is not None:
             self._marked[request.request_id] = _Marked(request, markers)
 

@@ -45,6 +45,12 @@ async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any])
     return markers
 
 
+def has_several(body: dict[str, Any]) -> bool:
+    """Whether a request of completions has several prompts: texts, or lists of tokens."""
+    prompt = body.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
 def check_model(state: Any, markers: Markers) -> None:
     """Refuses a policy that asks layers which the server's model does not have.
 

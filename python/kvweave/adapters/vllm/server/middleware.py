@@ -11,7 +11,12 @@ from typing import Any, TypeAlias
 
 from kvweave.adapters.vllm.segments.markers import SECTION, parse
 from kvweave.adapters.vllm.server import knowledge, marks, openapi, outcomes, prompts, replies
-from kvweave.adapters.vllm.server.arguments import COMPLETIONS, check_arguments, check_model
+from kvweave.adapters.vllm.server.arguments import (
+    COMPLETIONS,
+    check_arguments,
+    check_model,
+    has_several,
+)
 from kvweave.adapters.vllm.server.chat_apis import APIS, ChatApi
 from kvweave.adapters.vllm.server.renderings import carrier
 from kvweave.errors import KvweaveError
@@ -72,8 +77,8 @@ class SegmentMiddleware:
 async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, bool, str | None]:
     """A request with its marks turned into an argument of vLLM's.
 
-    Whether anything was said of segments, and what of that has no effect. `api` None: a request
-    whose client counts tokens itself.
+    Whether the response is to say what became of them, and what of them has no effect. `api` None:
+    a request whose client counts tokens itself.
 
     Errors: `BadRequest` naming the field, and as `check_arguments`.
     """
@@ -90,7 +95,9 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
         body = given if marked is None else marked.body
         markers = await check_arguments(state, api, body)
         idle = markers is not None and markers.is_idle
-        return (json.dumps(body).encode() if body != given else data), False, _warned(idle)
+        # Of several prompts vLLM says of the first what became of it, and their tokens together.
+        asks = markers is not None and (api is not None or not has_several(body))
+        return (json.dumps(body).encode() if body != given else data), asks, _warned(idle)
     check_model(state, parse(marked.section([])))
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
