@@ -286,7 +286,9 @@ def test_packed_segments_are_near_to_exact_ones(checkpoint: Any, tmp_path: Path)
             if dtype == "planes-3":
                 KnowledgeBase(llm.collective_rpc).insert("first", text(90, 34), "others")
                 # Heads of either class tell of their queries, in each layer.
-                assert counts.worker.store.bases._moments.metric is not None
+                found = counts.worker.store.bases._found
+                assert found is not None
+                assert found._moments.metric is not None
             said[dtype] = [ask(llm, one, policy="naive") for one in prompts]
             plain(llm, text(120, 1) + text(9, 7))
             said[dtype].append(ask(llm, behind, policy="naive"))
