@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,17 @@ def keep(path: Path, record: Mapping[str, Any], measured: Iterable[object]) -> N
     for which in measured:
         write(path, record)
         print(which, flush=True)
+
+
+def measured(
+    path: Path,
+    measure: Callable[[dict[str, Any]], Iterable[object]],
+    table: Callable[[Mapping[str, Any]], Iterable[str]],
+) -> None:
+    """Measures what a file does not have yet, and prints all that it then has as a table."""
+    record = kept(path)
+    keep(path, record, measure(record))
+    print("\n".join(table(record)))
 
 
 def write(path: Path, record: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.report.table_rows import with_bounds
 from kvweave.lab.drawing.figure_file import INK, MUTED, new_figure, quiet_axes, save_figure
 from kvweave.lab.eval.statistics import Bootstrap, Floats, Interval, difference
 
@@ -117,9 +118,9 @@ def table(record: Mapping[str, Any]) -> list[str]:
         part = few.get(way.name)
         chosen = ["", *[""] * len(tasks), ""]
         if part is not None:
-            chosen = [spread(part.interval), *right_of(part), front_of(part, ways)]
+            chosen = [with_bounds(part.interval), *right_of(part), front_of(part, ways)]
         cells = [
-            way.name, f"{pages:.0f}", f"1 / {exact / pages:.2f}", spread(way.interval),
+            way.name, f"{pages:.0f}", f"1 / {exact / pages:.2f}", with_bounds(way.interval),
             f"× {way.perplexity:.4f}", f"{way.agreement:.1%}", *right_of(way),
             front_of(way, ways), *chosen,
         ]  # fmt: skip
@@ -140,11 +141,6 @@ def front_of(way: Found, ways: list[Found]) -> str:
 def exact_bytes(record: Mapping[str, Any]) -> float:
     """Bytes a token and KV head in bf16."""
     return 4.0 * record["head_dim"]
-
-
-def spread(interval: Interval) -> str:
-    """A value and its bounds."""
-    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
 
 
 def save_chart(path: Path, record: Mapping[str, Any]) -> None:

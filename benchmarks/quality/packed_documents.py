@@ -16,20 +16,22 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.quality.measured_file import keep, kept
+from benchmarks.quality.measured_file import measured
 from benchmarks.report.record import machine
+from benchmarks.report.table_rows import with_bounds
 from kvweave import models
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.lab.eval.encoded import inserted
 from kvweave.lab.eval.measure import MAX_NEW_TOKENS, Measurement, SampleMeasurer
 from kvweave.lab.eval.sample import Task
-from kvweave.lab.eval.statistics import Bootstrap, Interval, difference
+from kvweave.lab.eval.statistics import Bootstrap, difference
 from kvweave.lab.eval.tasks import task_of
 from kvweave.policies import Epic, Foresight, Naive, Policy
 from kvweave.runner import Packing, Runner
@@ -141,10 +143,6 @@ def _columns(record: Mapping[str, Any], *names: str, of: str = "kl") -> list[Any
     return [np.array([[row[name][of] for name in names] for row in rows]) for rows in tasks]
 
 
-def _said(interval: Interval) -> str:
-    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
-
-
 def table(record: Mapping[str, Any]) -> list[str]:
     """The record as lines of a Markdown table."""
     draws = Bootstrap()
@@ -159,13 +157,13 @@ def table(record: Mapping[str, Any]) -> list[str]:
             continue
         policy, runner = name.split(", ")
         exact = f"{policy}, exact"
-        kl = _said(draws.pooled(_columns(record, name)))
+        kl = with_bounds(draws.pooled(_columns(record, name)))
         more = ""
         if name != exact:
-            more = _said(draws.pooled(_columns(record, name, exact), difference))
+            more = with_bounds(draws.pooled(_columns(record, name, exact), difference))
         beside = ""
         if all("kl_exact" in row[name] for rows in record["tasks"].values() for row in rows):
-            beside = _said(draws.pooled(_columns(record, name, of="kl_exact")))
+            beside = with_bounds(draws.pooled(_columns(record, name, of="kl_exact")))
         same = np.mean([task.mean() for task in _columns(record, name, of="top1")])
         scores = [row[name]["score"] for rows in scored for row in rows]
         score = f"{np.mean(scores):.2f}" if scores else ""
@@ -188,9 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--exact-first", type=int, help="tokens of a document; by the format else")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    record = kept(asked.out)
-    keep(asked.out, record, measure(record, asked))
-    print("\n".join(table(record)))
+    measured(asked.out, partial(measure, asked=asked), table)
 
 
 if __name__ == "__main__":

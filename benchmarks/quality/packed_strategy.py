@@ -16,17 +16,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.quality.measured_file import keep, kept
+from benchmarks.quality.by_text import by_text, far_from
+from benchmarks.quality.measured_file import measured
 from benchmarks.report.record import machine
+from benchmarks.report.table_rows import with_bounds
 from kvweave import models, ops
 from kvweave.lab.eval.corpus import corpus_of, halves
-from kvweave.lab.eval.statistics import Bootstrap, Interval
+from kvweave.lab.eval.statistics import Bootstrap
 from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Packing, Runner, Segment, Strategy
 
@@ -86,9 +89,7 @@ class Bench:
             logits, known = read(runner, text, rest)
             said = logits.float().log_softmax(-1).cpu()
             wanted = said if wanted is None else wanted
-            kl = (wanted.exp() * (wanted - said)).sum(-1).mean()
-            same = (wanted.argmax(-1) == said.argmax(-1)).float().mean()
-            rows[name] = {"kl": float(kl), "top1": float(same), **known}
+            rows[name] = {**far_from(wanted, said), **known}
             print(name, rows[name], flush=True)
         return rows
 
@@ -145,16 +146,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[int]:
     if asked.device != "cpu":
         record["gpu"] = torch.cuda.get_device_name()
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    bench: Bench | None = None
-    done = record.setdefault("texts", [])
-    for index in range(len(done), asked.texts):
-        bench = bench or Bench(asked)
-        done.append(bench.measure(index))
-        yield index
-
-
-def _said(interval: Interval) -> str:
-    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
+    yield from by_text(record, asked.texts, lambda: Bench(asked))
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
@@ -167,7 +159,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
     size = {name: float(np.mean([row[name]["bytes"] for row in texts])) for name in texts[0]}
     for name in sorted(size, key=lambda each: -size[each]):
         rows = [row[name] for row in texts]
-        kl = _said(draws.pooled([np.array([[row["kl"]] for row in rows])]))
+        kl = with_bounds(draws.pooled([np.array([[row["kl"]] for row in rows])]))
         same = np.mean([row["top1"] for row in rows])
         heads: Counter[str] = Counter()
         for row in rows:
@@ -191,9 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bounds", type=float, nargs="+", default=[0.05, 0.2])
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    record = kept(asked.out)
-    keep(asked.out, record, measure(record, asked))
-    print("\n".join(table(record)))
+    measured(asked.out, partial(measure, asked=asked), table)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.quality.measured_file import keep, kept
+from benchmarks.quality.by_text import by_text, far_from
+from benchmarks.quality.measured_file import measured
 from benchmarks.report.record import machine
+from benchmarks.report.table_rows import with_bounds
 from kvweave import models
 from kvweave.lab.eval.corpus import corpus_of, halves
-from kvweave.lab.eval.statistics import Bootstrap, Interval
+from kvweave.lab.eval.statistics import Bootstrap
 from kvweave.runner import Packing, Runner
 from kvweave.runner.kv.pool_bases import REFINED, SHARED, PoolBases
 
@@ -76,9 +79,7 @@ class Bench:
                 logits = runner.extend(done, tokens[self.length :])
             said = logits.float().log_softmax(-1)
             wanted = said if wanted is None else wanted
-            kl = (wanted.exp() * (wanted - said)).sum(-1).mean()
-            same = (wanted.argmax(-1) == said.argmax(-1)).float().mean()
-            rows[name] = {"kl": float(kl), "top1": float(same)}
+            rows[name] = far_from(wanted, said)
             print(name, rows[name], flush=True)
         return rows
 
@@ -89,16 +90,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[int]:
     record |= {name: getattr(asked, name) for name in names}
     record |= {"seed": SEED, "machine": machine()}
     record["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    bench: Bench | None = None
-    done = record.setdefault("texts", [])
-    for index in range(len(done), asked.texts):
-        bench = bench or Bench(asked)
-        done.append(bench.measure(index))
-        yield index
-
-
-def _said(interval: Interval) -> str:
-    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
+    yield from by_text(record, asked.texts, lambda: Bench(asked))
 
 
 def table(record: Mapping[str, Any]) -> list[str]:
@@ -106,7 +98,7 @@ def table(record: Mapping[str, Any]) -> list[str]:
     draws, texts = Bootstrap(), record["texts"]
     lines = ["| shared basis | KL to exact, nats a token | likeliest stays |", "|---|---:|---:|"]
     for name in texts[0]:
-        kl = _said(draws.pooled([np.array([[row[name]["kl"]] for row in texts])]))
+        kl = with_bounds(draws.pooled([np.array([[row[name]["kl"]] for row in texts])]))
         same = np.mean([row[name]["top1"] for row in texts])
         lines.append(f"| {name} | {kl} | {same:.1%} |")
     return lines
@@ -126,9 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
-    record = kept(asked.out)
-    keep(asked.out, record, measure(record, asked))
-    print("\n".join(table(record)))
+    measured(asked.out, partial(measure, asked=asked), table)
 
 
 if __name__ == "__main__":

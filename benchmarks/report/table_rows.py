@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvweave.errors import InvalidArgument
+from kvweave.lab.eval.statistics import Interval
 
 
 def recorded(run: dict[str, Any], name: str) -> dict[str, Any]:
@@ -48,6 +49,11 @@ def figure(value: Any) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def with_bounds(interval: Interval) -> str:
+    """A value and the bounds of its interval."""
+    return f"{interval.value:.4f} ({interval.low:.4f} to {interval.high:.4f})"
 
 
 def markdown_row(cells: Iterable[str]) -> str:

@@ -100,8 +100,7 @@ impl CudaBackend {
             return Ok(());
         }
         let blocks = if params.rows > 0 {
-            let windows = call.width.div_ceil(WINDOW).max(1);
-            shared_blocks(rows, windows, self.processors() as usize)
+            shared_blocks(rows, windows_of(call.width), self.processors() as usize)
         } else {
             rows.saturating_mul(params.chunks as usize)
         };
@@ -177,7 +176,7 @@ fn params_of(
     let first_rank = if call.reach.is_some() { 0 } else { call.layer.saturating_mul(kv_heads) };
     let row = call.layer * call.pairs * size_of::<f32>();
     let rows = requests.saturating_mul(kv_heads);
-    let windows = width.div_ceil(WINDOW).max(1);
+    let windows = windows_of(width);
     let chunks = if is_tiled(call) { chunks_of(rows, windows, processors) } else { windows };
     let is_shared = is_tiled(call) && can_share(rows, windows);
     let pages = call.bounds.len / (call.numbers.vectors() * head_dim);
@@ -208,6 +207,11 @@ fn params_of(
         scale: call.scale,
         softcap: call.softcap.unwrap_or(0.0),
     })
+}
+
+/// Windows of a row of scores of this width.
+fn windows_of(width: usize) -> usize {
+    width.div_ceil(WINDOW).max(1)
 }
 
 /// Whether thread blocks count the windows of all rows, each of which has up to so many.

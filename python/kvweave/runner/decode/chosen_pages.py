@@ -55,7 +55,7 @@ from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
-from kvweave.runner.kv.tables import Int32, send, send_index
+from kvweave.runner.kv.tables import Int32, send, send_index, within_runs
 
 _NEVER = 2**31
 _FEWEST_ROWS = 8
@@ -388,10 +388,8 @@ class _Budget:
 
 def _ranges(begin: Int64, end: Int64) -> Int64:
     """The numbers from each begin to its end, behind one another."""
-    sizes = np.maximum(end - begin, 0)
-    before = np.cumsum(sizes) - sizes
-    numbers: Int64 = np.arange(int(sizes.sum())) + np.repeat(begin - before, sizes)
-    return numbers
+    sizes: Int64 = np.maximum(end - begin, 0)
+    return within_runs(sizes) + np.repeat(begin, sizes)
 
 
 def _width(entries: int) -> int:

@@ -22,6 +22,7 @@ from kvweave.runner.model.rope import PositionTable, Turns
 
 Int32 = npt.NDArray[np.int32]
 T = TypeVar("T")
+_Whole = TypeVar("_Whole", np.int32, np.int64)
 
 
 def send(device: torch.device, *arrays: Int32) -> tuple[Table, ...]:
@@ -36,6 +37,14 @@ def send(device: torch.device, *arrays: Int32) -> tuple[Table, ...]:
 def send_index(device: torch.device, index: npt.NDArray[np.integer]) -> torch.Tensor:
     """An index for `index_select` on a device."""
     return sent(index.astype(np.int32, copy=False), device)
+
+
+def within_runs(lengths: npt.NDArray[_Whole]) -> npt.NDArray[_Whole]:
+    """The numbers from 0 on in each of some runs [N] of these lengths, behind one another."""
+    kind = lengths.dtype
+    before = np.cumsum(lengths, dtype=kind) - lengths
+    numbers: npt.NDArray[_Whole] = np.arange(int(lengths.sum()), dtype=kind)
+    return numbers - np.repeat(before, lengths)
 
 
 def same_rows(one: Rows, other: Rows) -> bool:

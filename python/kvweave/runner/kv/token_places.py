@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from kvweave.plan import Rows
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32, send, within_runs
 
 Places = Int32
 """Of each token its block, slot and delta, i32 [T, 3]; block −1 where it lies nowhere."""
@@ -41,8 +41,7 @@ def places_of(entries: Int32, tokens: int) -> Places:
     """Where the first tokens lie, by entries i32 [N, 5], of which no two list the same one."""
     block, begin, end, position, delta = entries.T
     lengths = end - begin
-    within = np.arange(int(lengths.sum()), dtype=np.int32)
-    within -= np.repeat(np.cumsum(lengths, dtype=np.int32) - lengths, lengths)
+    within = within_runs(lengths)
     known = np.stack([np.repeat(of, lengths) for of in (block, begin, delta)], 1)
     known[:, 1] += within
     at = np.repeat(position, lengths) + within

@@ -11,7 +11,7 @@ import torch
 from kvweave import ops
 from kvweave.plan import Rows
 from kvweave.runner.kv.request_kv import LayerLook, RequestKv
-from kvweave.runner.kv.tables import Int32, send_index
+from kvweave.runner.kv.tables import Int32, send_index, within_runs
 from kvweave.runner.prefill.probes import mass_from
 
 
@@ -60,8 +60,7 @@ class AskedLayer:
         block, begin, end, position, _ = self._look.entries(table).T
         # Slots of an entry are consecutive, and so are the positions that they hold.
         lengths = end - begin
-        within = np.arange(int(lengths.sum()), dtype=np.int32)
-        within -= np.repeat(np.cumsum(lengths, dtype=np.int32) - lengths, lengths)
+        within = within_runs(lengths)
         places = np.stack([np.repeat(of, lengths) for of in (block + rank, begin, position)])
         places[1:] += within
         pages = self._look.pages
