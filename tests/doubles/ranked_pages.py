@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from cache_names import by_name, cache_of
 from decode_batches import decoding
 from fp8_bounds import fp8_bounds
 from kvweave.cache import HeadClassMap
+from kvweave.ops import RopeTable
 from kvweave.runner import Runner
+from kvweave.runner.decode.chosen_texts import Listed
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.decode.graph import StepGraphs
+from kvweave.runner.decode.graph import StepGraphs, StepSize
+from kvweave.runner.decode.step import forward
 from kvweave.runner.model.model_spec import ModelSpec
 
 FULL = {"kind": "full"}
@@ -65,10 +69,27 @@ def ranked_runner(model: Any, kinds: list[dict[str, Any]], **settings: Any) -> R
     return Runner(model, heads=kinds_map(plain.spec, kinds), **settings)
 
 
+class _LaunchedGraphs(StepGraphs):
+    """What is captured, on a CPU: ops look there whether entries end where their offsets do."""
+
+    def _forward(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
+        tables = size.tables()
+        if (packed := tables.packed) is not None:
+            aside = None if packed.aside is None else _without_room(packed.aside)
+            packed = replace(packed, packed=_without_room(packed.packed), aside=aside)
+            tables = replace(tables, packed=packed)
+        return forward(self.spec, self.pages, tables, rope, self.workspace, size.queries)
+
+
+def _without_room(listed: Listed) -> Listed:
+    entries, offsets = listed
+    return entries[: int(offsets[-1])], offsets
+
+
 def stepping_as_on_a_gpu(runner: Runner) -> Runner:
     """A runner on the CPU whose steps are what is captured on a GPU, launch by launch."""
     decoder = runner._decoder
-    decoder.graphs = StepGraphs(decoder.heads, decoder.rotary, decoder.pages, None)
+    decoder.graphs = _LaunchedGraphs(decoder.heads, decoder.rotary, decoder.pages, None)
     decoder.graphs.capturable = False
     return runner
 

@@ -22,8 +22,7 @@ Where rankings of it are late, pages are spilled behind the step that ranks: see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +46,10 @@ from kvweave.runner.decode.chosen_step import (
 )
 from kvweave.runner.decode.host_slots import HostSlots
 from kvweave.runner.decode.kept_bounds import KeptBounds
+from kvweave.runner.decode.kept_plan import KeptPlan
 from kvweave.runner.decode.late_pages import SIDES, LatePages, LateRoom
 from kvweave.runner.decode.listed_step import ListedStep
+from kvweave.runner.decode.promised_bounds import BoundsPromise
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.decode.slot_room import Failures
 from kvweave.runner.kv.heads import HeadReads
@@ -60,53 +61,6 @@ from kvweave.runner.kv.tables import Int32, send, send_index, within_runs
 _NEVER = 2**31
 _FEWEST_ROWS = 8
 _FEWEST_SCORES = 64
-
-
-@dataclass
-class _KeptPlan:
-    """What was said of a step in which nobody was ranked: the next ones change little of it.
-
-    Of the same `rows`, whose tables began at `begin` [B] and had `count` [B] entries: `kept` bool
-    [B], whether a request reads what was chosen for it; it is ranked when its newest token is at
-    `until` [B], and anybody when there are more entries than `most` [B]. `newest` i64 [B, n]: the
-    places that are read beside what was chosen, as they are filled. `least` [B]: the entries that
-    each had at its ranking.
-    """
-
-    rows: Int32
-    begin: Int64
-    count: Int64
-    kept: npt.NDArray[np.bool_]
-    until: Int64
-    most: Int64
-    least: Int64
-    newest: Int64
-    plan: Int32
-
-    def holds(
-        self, step: ListedStep, begin: Int64, count: Int64, known: npt.NDArray[np.bool_]
-    ) -> bool:
-        """Whether nobody is ranked in a step either. `known` as `_Budget` has it."""
-        return (
-            step.rows is self.rows
-            and np.array_equal(begin, self.begin)
-            # A table that is listed anew has another first entry.
-            and bool(known[begin[self.kept]].all())
-            and bool((step.positions < self.until).all())
-            and bool((count <= self.most).all())
-            and bool((count >= self.least).all())
-        )
-
-    def grown(self, count: Int64, nobody: int) -> Int32:
-        """What is said when the tables have so many entries."""
-        more = np.flatnonzero(count != self.count)
-        if len(more):
-            self.plan[more, LENGTH] += (count - self.count)[more].astype(np.int32)
-            of = more[self.kept[more]]
-            newest, ends = self.newest[of], (self.begin + count)[of]
-            self.plan[of, NEWEST:] = np.where(newest < ends[:, None], newest, nobody)
-            self.count = count
-        return self.plan
 
 
 class _Budget:
@@ -141,7 +95,7 @@ class _Budget:
         self.first = 0
         self.room: ChosenRoom
         self._of_late: LateRoom | None = None
-        self._kept: _KeptPlan | None = None
+        self._kept: KeptPlan | None = None
         # Whether anything that the step under way reads is on its way.
         self.joins = False
         self._ranked = torch.zeros(0, 5, dtype=torch.int32, device=pages.device)
@@ -193,6 +147,14 @@ class _Budget:
         bounds = self.bounds.values.flatten(0, 1)
         known = self.budget, chosen, bounds, self._ranked, scales, means, host, self._of_late
         self.room = ChosenRoom(*known)
+
+    def make_room(self, lengths: Iterable[int]) -> None:
+        """Has room for the bounds of requests of so many tokens each."""
+        pages = [-(-tokens // self.page_tokens) for tokens in lengths]
+        values = self.bounds.values
+        self.bounds.make_room(sum(count for count in pages if count > self.budget.pages))
+        if self.bounds.values is not values and len(self.ranked):
+            self._lay(self.room.chosen)
 
     def forget(self, row: int) -> None:
         """Lets go of what a row has chosen, and of its bounds."""
@@ -255,7 +217,7 @@ class _Budget:
             until = np.where(kept, self.ranked[rows] + self.budget.every, _NEVER)
             most = np.where(kept, self.listed[rows] + self.since, self.budget.pages)
             least = np.where(kept, self.listed[rows], 0)
-            self._kept = _KeptPlan(rows, begin, count, kept, until, most, least, newest, plan)
+            self._kept = KeptPlan(rows, begin, count, kept, until, most, least, newest, plan)
         return plan, width
 
     def prepare(self, step: ListedStep, array: Int32) -> None:
@@ -409,6 +371,21 @@ class ChosenPages:
         self.rooms: tuple[ChosenRoom, ...] = ()
         self.groups = [_Budget(b, pages, heads.host.get(b.group)) for b in heads.budgets]
         self._array = np.zeros((0, 5), np.int32)
+        self._promises: set[BoundsPromise] = set()
+
+    def promise(self, tokens: int) -> BoundsPromise:
+        """Takes room for the bounds of a request of up to so many tokens, until it is released.
+
+        Beside that of all others which were promised some, and whoever else decodes.
+        """
+        made = BoundsPromise(tokens, self._promises)
+        try:
+            for group in self.groups:
+                group.make_room(promise.tokens for promise in self._promises)
+        except BaseException:
+            made.release()
+            raise
+        return made
 
     def fit(self, array: torch.Tensor, listed: int, rows: int) -> torch.Tensor:
         """The array of entries with room for so many of requests, and what so many rows choose.

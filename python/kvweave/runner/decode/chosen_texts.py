@@ -15,11 +15,13 @@ import torch
 
 from kvweave import ops
 from kvweave.ops import Reach, RopeTable, Workspace
+from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.final_reads import FinalRead
+from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.kv.final_texts import FinalEntries, FinalText
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.states import States
-from kvweave.runner.kv.tables import Int32, send, send_index
+from kvweave.runner.kv.tables import Int32, send_index
 
 Listed = tuple[torch.Tensor, torch.Tensor]
 """Entries i32 [N, 5] of B requests and offsets of their tables."""
@@ -32,12 +34,12 @@ IN_POOL = 0
 class ChosenTexts:
     """All packed entries of a batch, as heads choose among them, and where each is read.
 
-    `listed` entries name blocks of the books. `begins` i64 [B]: where those of a request begin.
-    `whose` i64 [N]: the text that an entry is of, and `numbers` i64 [N]: which of that text's
-    entries of the request it is. `reads`: of each text and format what the batch reads.
+    Entries of the `room` name blocks of the books. `begins` i64 [B]: where those of a request
+    begin. `whose` i64 [N]: the text that an entry is of, and `numbers` i64 [N]: which of that
+    text's entries of the request it is. `reads`: of each text and format what the batch reads.
     """
 
-    listed: Listed
+    room: EntryRoom
     begins: torch.Tensor
     whose: torch.Tensor
     numbers: torch.Tensor
@@ -49,8 +51,12 @@ class ChosenTexts:
         final: Sequence[Sequence[FinalEntries]],
         reads: Sequence[FinalRead],
         pool: PackedPool,
+        before: ChosenTexts | None = None,
     ) -> ChosenTexts:
-        """Of the entries of requests, those of their texts, and what is read of these."""
+        """Of the entries of requests, those of their texts, and what is read of these.
+
+        Where the same is read as `before`, and there is room, it lies there: that one is returned.
+        """
         texts = dict.fromkeys(text for some in final for text, _ in some)
         named = {text: 1 + at for at, text in enumerate(texts)}
         whose, numbers = [], []
@@ -63,13 +69,37 @@ class ChosenTexts:
             number[order] = np.arange(len(own)) - begins
             whose.append(own)
             numbers.append(number)
-        ends = np.cumsum([0, *map(len, packed)], dtype=np.int32)
-        tables = send(pool.device, np.concatenate(packed), pool.heads.offsets(ends))
-        index = (ends[:-1].astype(np.int64), np.concatenate(whose), np.concatenate(numbers))
-        first, own_of, number_of = (send_index(pool.device, each).long() for each in index)
-        listed = torch.as_tensor(tables[0]), torch.as_tensor(tables[1])
         known = tuple((named[read.text], read) for read in reads)
-        return ChosenTexts(listed, first, own_of, number_of, known)
+        count, requests = sum(map(len, packed)), len(packed)
+        if before is None or not before._serves(known, count, requests):
+            room = EntryRoom.of(count, requests, pool)
+            index = torch.zeros((2, len(room.entries)), dtype=torch.int64, device=pool.device)
+            begins = index.new_zeros(requests)
+            before = ChosenTexts(room, begins, index[0], index[1], known)
+        before._write(packed, np.concatenate(whose), np.concatenate(numbers))
+        return before
+
+    def _serves(
+        self, reads: tuple[tuple[int, FinalRead], ...], entries: int, requests: int
+    ) -> bool:
+        """Whether it has room for so many entries of as many requests, of which these are read."""
+        alike = len(reads) == len(self.reads) and all(
+            number == other and read is its
+            for (number, read), (other, its) in zip(reads, self.reads, strict=True)
+        )
+        return alike and requests == len(self.begins) and self.room.fits(entries, requests)
+
+    def _write(self, packed: Sequence[Int32], whose: Int64, numbers: Int64) -> None:
+        """Writes the entries of requests, one behind the other, and whose they are."""
+        self.room.write(packed)
+        begins = np.cumsum([0, *map(len, packed[:-1])], dtype=np.int64)
+        for to, part in ((self.begins, begins), (self.whose, whose), (self.numbers, numbers)):
+            to[: len(part)].copy_(send_index(to.device, part))
+
+    @property
+    def listed(self) -> Listed:
+        """The entries, and offsets of the requests' tables."""
+        return self.room.entries, self.room.of_batch(len(self.begins))
 
     def states(
         self,
@@ -116,8 +146,6 @@ class ChosenTexts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Whose each chosen entry [B, G, W] is, −1 of what does not count, and its number there."""
         at = (self.begins[:, None, None] + chosen).clamp_(0, max(0, len(self.whose) - 1))
-        if not len(self.whose):
-            return torch.full_like(at, -1), at
         counts = torch.arange(chosen.shape[-1], device=chosen.device) < selected[..., None]
         return torch.where(counts, self.whose[at], -1), self.numbers[at]
 

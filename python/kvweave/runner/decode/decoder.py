@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from kvweave.cache import KvRequest
-from kvweave.device_memory import needs_memory
+from kvweave.device_memory import is_shortage, needs_memory
 from kvweave.errors import PoolFull
 from kvweave.ops import Workspace
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.graph import StepGraphs
+from kvweave.runner.decode.promised_bounds import BoundsPromise
 from kvweave.runner.decode.reads import StepReads
 from kvweave.runner.decode.rounds import Rounds, Run
 from kvweave.runner.decode.sampling import Int64, choose_all
@@ -32,8 +33,9 @@ class Decoder:
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
-    copies pages itself, from when it does so on, and those in which heads choose among packed
-    pages, are launched one kernel at a time.
+    copies pages itself, from when it does so on, and those in which heads are ranked among packed
+    pages, are launched one kernel at a time, and so are some that read other texts of a strategy of
+    their own than those before.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.
@@ -53,11 +55,7 @@ class Decoder:
         self.drafts = drafts
         on_gpu = self.spec.device.type == "cuda"
         self.workspace = Workspace(self.spec.device) if on_gpu else None
-        # What heads choose of packed pages is said anew by the host.
-        waits = heads.waits or (heads.packed is not None and bool(heads.packed.heads.budgets))
-        # Texts that are packed finally come and go between two steps.
-        waits |= heads.packed is not None and heads.packed.final is not None
-        captured = self.workspace is not None and rotary.is_fixed and not waits
+        captured = self.workspace is not None and rotary.is_fixed and not heads.waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         known = heads, rotary, pages, drafts, self.workspace, self.graphs
         self.rounds = Rounds(*known) if drafts else None
@@ -173,6 +171,30 @@ class Decoder:
             slots.hear(None, time.perf_counter() - start)
         return runs
 
+    def promise(self, tokens: int) -> BoundsPromise | None:
+        """Takes room for the bounds of a request that will have up to so many tokens.
+
+        Whoever admits requests so never decodes one whose bounds find no memory. None where no head
+        chooses among exact pages: there is nothing to promise.
+
+        # Errors
+        `PoolFull` where the device has no memory for them beside those of others.
+        """
+        if not self.heads.budgets:
+            return None
+        if not self._slots:
+            self._slots.append(DecodeSlots(self.heads, self.pages, self.reads))
+        chosen = self._slots[-1].chosen
+        assert chosen is not None
+        try:
+            with self.spec.current():
+                return chosen.promise(tokens)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            text = f"bounds: expected memory for those of {tokens} tokens, got none: {error}"
+            raise PoolFull(text) from error
+
     def _slots_of(self, batch: Sequence[Decoding]) -> DecodeSlots:
         """Those that members of the batch sit in already; or else those that are left by all."""
         last = self._slots[-1] if self._slots else None
@@ -206,3 +228,5 @@ class Decoder:
         """Lets go of a request, or of all that took part in steps."""
         for slots in self._slots:
             slots.forget(request)
+        if self.graphs is not None:
+            self.graphs.forget_texts()

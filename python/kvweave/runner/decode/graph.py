@@ -19,7 +19,7 @@ from kvweave.ops import RopeTable, Workspace
 from kvweave.runner.decode.capture import captured
 from kvweave.runner.decode.chosen_step import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
-from kvweave.runner.decode.packed_reads import PackedRoom
+from kvweave.runner.decode.packed_reads import PackedTables
 from kvweave.runner.decode.reads import StepReach
 from kvweave.runner.decode.round_grid import RoundGrid
 from kvweave.runner.decode.slots import DecodeSlots, Step
@@ -30,6 +30,9 @@ from kvweave.runner.model.rope import PositionTable, Rotary
 _log = logging.getLogger(__name__)
 
 _MOST_SIZES = 64
+_STEPS_BEFORE_CAPTURE = 32
+"""Steps that read the same final texts before one is captured: others soon read other texts, and a
+capture takes as long as it spares some dozens of steps."""
 
 
 def rows_for(requests: int) -> int:
@@ -47,8 +50,8 @@ class StepSize:
 
     `rows` of the step, `moves` of entries; `reach` and `entries` are those that the graph knows,
     and `chosen` the tables of heads that choose pages, by a step's `form`. `width`: rows
-    of each request, 1 but in a verification. `packed`: where entries of packed pages lie, of a step
-    that reads any.
+    of each request, 1 but in a verification. `packed`: where a step that reads packed pages finds
+    what it reads of them.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class StepSize:
         chosen: ChosenTables | None = None,
         form: tuple[Any, ...] = (),
         width: int = 1,
-        packed: PackedRoom | None = None,
+        packed: PackedTables | None = None,
     ) -> None:
         self.entries, self.reach, self.positions = entries, reach, positions
         self.rows, self.moves, self.width = rows, moves, width
@@ -94,7 +97,19 @@ class StepSize:
         self.queries: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
-        self.tried = False
+        self.tried, self.steps = False, 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the steps before have shown that its graph will serve others."""
+        waits = self.packed is not None and bool(self.packed.final)
+        return self.steps >= (_STEPS_BEFORE_CAPTURE if waits else 1)
+
+    def reads(self, packed: PackedTables | None) -> None:
+        """Has steps from now on read these packed pages; a graph that knows others is let go."""
+        if packed is not self.packed:
+            self.packed, self.graph, self.logits = packed, None, None
+            self.tried, self.steps = False, 0
 
     def write(self, slots: DecodeSlots, step: Step) -> None:
         """Sends the patch of one step. The step before must have ended: it read the same memory.
@@ -180,7 +195,7 @@ class StepGraphs:
         """
         count, packed = len(step.tokens), None
         if slots.packed is not None and slots.packed.are_read(step.made.positions):
-            packed = slots.packed.room(rows_for(count))
+            packed = slots.packed.tables(step.made.positions, rows_for(count))
         size = self._size_of(slots, step.chosen, watched, packed=packed)
         size.write(slots, step)
         logits = self._run(size, slots.rope)[:count]
@@ -241,7 +256,7 @@ class StepGraphs:
         chosen: ChosenStep | None,
         watched: bool = False,
         width: int = 1,
-        packed: PackedRoom | None = None,
+        packed: PackedTables | None = None,
     ) -> StepSize:
         """The size that serves a batch; made anew where what a graph knows has moved.
 
@@ -251,8 +266,8 @@ class StepGraphs:
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
         form = chosen.form if chosen is not None else ()
-        is_packed = packed is not None
-        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, is_packed, form)
+        of_packed = packed is not None, packed is not None and packed.ranks
+        key = (id(slots), rows, moves, regime, slots.promoted, watched, width, of_packed, form)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
         positions, reach = self.rotary.fixed(slots.longest), slots.reach
@@ -261,7 +276,6 @@ class StepGraphs:
             and size.entries is slots.entries
             and size.positions is positions
             and size.reach is reach
-            and size.packed is packed
             and size.knows(chosen)
         )
         if size is None or not same:
@@ -273,7 +287,14 @@ class StepGraphs:
             known = slots.entries, reach, positions, rows, moves
             size = self._sizes[key] = StepSize(*known, tables, form, width, packed)
             size.queries = query_room(self.spec, rows) if watched else None
+        size.reads(packed)
         return size
+
+    def forget_texts(self) -> None:
+        """Lets go of graphs that read final texts: what nobody reads any more has no memory."""
+        for size in self._sizes.values():
+            if size.packed is not None and size.packed.final:
+                size.reads(None)
 
     def _forget_moved(self, slots: DecodeSlots, chosen: ChosenStep | None) -> None:
         """Lets go of graphs that know bounds which lie elsewhere now: these take up much room."""
@@ -282,12 +303,15 @@ class StepGraphs:
                 del self._sizes[key]
 
     def _run(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
-        if not self.capturable:
+        # What the host says of heads that choose among packed pages serves one step.
+        ranks = size.packed is not None and size.packed.ranks
+        if not self.capturable or ranks:
             return self._forward(size, rope)
         if not size.tried:
             return self._try(size, rope)
-        if size.graph is None:
+        if size.graph is None and size.is_due:
             self._capture(size, rope)
+        size.steps += 1
         if size.graph is None or size.logits is None:
             return self._forward(size, rope)
         size.graph.replay()
@@ -314,7 +338,7 @@ class StepGraphs:
             torch.cuda.set_sync_debug_mode(mode)
         if not self.capturable:
             return self._forward(size, rope)
-        size.tried = True
+        size.tried, size.steps = True, 1
         return logits
 
     def _capture(self, size: StepSize, rope: RopeTable) -> None:

@@ -90,22 +90,29 @@ class KeptBounds:
             part.nbytes for part in (self.scales, self.means) if part is not None
         )
 
+    def make_room(self, wanted: int) -> None:
+        """Has so many places, whosever they are; where there were fewer, some more.
+
+        `values`, `scales` and `means` then are other tensors.
+        """
+        old = len(self.values)
+        if wanted <= old:
+            return
+        places = max(wanted, old + old // _SPARE)
+        before = self.values, self.scales, self.means
+        self.values, self.scales, self.means = made = self._zeros(places)
+        for part, of_old in zip(made, before, strict=True):
+            if part is not None and of_old is not None:
+                part[:old] = of_old
+        self._free = np.concatenate((self._free, np.arange(old, places)))
+
     def take(self, count: int, wanted: int) -> Int64:
         """So many places that are nobody's.
 
-        Where there are too few there is room for `wanted` afterwards, and some more: `values`,
-        `scales` and `means` then are other tensors.
+        Where there are too few there is room for `wanted` afterwards: see `make_room`.
         """
         if count > len(self._free):
-            old = len(self.values)
-            taken = old - len(self._free)
-            places = max(taken + count, wanted, old + old // _SPARE)
-            before = self.values, self.scales, self.means
-            self.values, self.scales, self.means = made = self._zeros(places)
-            for part, of_old in zip(made, before, strict=True):
-                if part is not None and of_old is not None:
-                    part[:old] = of_old
-            self._free = np.concatenate((self._free, np.arange(old, places)))
+            self.make_room(max(len(self.values) - len(self._free) + count, wanted))
         given, self._free = self._free[:count], self._free[count:]
         return given
 

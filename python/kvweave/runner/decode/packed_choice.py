@@ -56,6 +56,11 @@ class ChosenPacked:
     rankings: tuple[_Ranking | None, ...]
     texts: ChosenTexts | None
 
+    @property
+    def ranks(self) -> bool:
+        """Whether any head chooses anew."""
+        return any(ranking is not None for ranking in self.rankings)
+
     def states(
         self,
         layer: int,
@@ -94,9 +99,9 @@ class PackedChoice:
     """What the top-K heads of requests that decode together have chosen of their packed entries.
 
     `chosen` i32 [R, L, G, W], of which the first `selected` i32 [R, L, G] count: none of a head
-    that does not choose. Of each row and budget `_ranked` i64 is the position of the newest token
-    when it was ranked, −1 for never, `_listed` i64 the entries then, and `_told` i64 those of which
-    `chosen` has been told.
+    that does not choose. The first row is nobody's. Of each row and budget `_ranked` i64 is the
+    position of the newest token when it was ranked, −1 for never, `_listed` i64 the entries then,
+    and `_told` i64 those of which `chosen` has been told.
     """
 
     def __init__(self, pool: PackedPool) -> None:
@@ -117,6 +122,9 @@ class PackedChoice:
         self._listed = np.zeros((0, len(heads.budgets)), np.int64)
         self._told = np.zeros((0, len(heads.budgets)), np.int64)
         self._rows: dict[Decoding, int] = {}
+        # By how many requests there are tables of: the rows of those in a step, and what it reads.
+        self._index: dict[int, tuple[Int64, torch.Tensor]] = {}
+        self._steady: dict[int, ChosenPacked] = {}
         count = pool.kv_heads
         every = np.arange(count, dtype=np.int32)
         self.listing = Reach(2, np.zeros((count, 4), np.int32))
@@ -133,17 +141,23 @@ class PackedChoice:
         """Lets go of what a request has chosen."""
         self._rows.pop(sequence, None)
 
+    def forget_texts(self) -> None:
+        """Lets go of final texts that were chosen from."""
+        self._steady.clear()
+
     def step(
         self,
         batch: Sequence[Decoding],
         positions: Int32,
         counts: Int64,
-        texts: ChosenTexts | None = None,
+        texts: ChosenTexts | None,
+        requests: int,
     ) -> ChosenPacked:
         """What a step says of its requests, whose newest tokens are at positions i32 [B].
 
         `counts` [B]: packed entries of each, which lie one behind the other; `texts` as
-        `ChosenPacked` has them.
+        `ChosenPacked` has them. Those of `requests` that are not in the batch choose nothing. Where
+        nobody is ranked it is the same object as long as nothing lies elsewhere.
         """
         rows = np.array([self._row(sequence) for sequence in batch], np.int64)
         ends = np.cumsum(counts)
@@ -155,7 +169,25 @@ class PackedChoice:
             if any(counts[number] > budget.pages for budget in self.pool.heads.budgets):
                 assert sequence.packed is not None
                 sequence.packed.read_in_part(int(positions[number]))
-        return ChosenPacked(self, self._sent(rows), tuple(rankings), texts)
+        index = self._index_of(rows, requests)
+        steady = self._steady.get(requests)
+        if any(ranking is not None for ranking in rankings):
+            return ChosenPacked(self, index, tuple(rankings), texts)
+        if steady is None or steady.texts is not texts:
+            steady = ChosenPacked(self, index, (None,) * len(rankings), texts)
+            self._steady[requests] = steady
+        return steady
+
+    def _index_of(self, rows: Int64, requests: int) -> torch.Tensor:
+        """Rows of requests i64 [requests] on the device, where those of earlier steps lay."""
+        whole = np.zeros(requests, np.int64)
+        whole[: len(rows)] = rows
+        before, index = self._index.get(requests, (None, None))
+        if before is None or not np.array_equal(before, whole):
+            sent = self._sent(whole)
+            index = sent if index is None else index.copy_(sent)
+            self._index[requests] = whole, index
+        return self._index[requests][1]
 
     def _step(
         self,
@@ -243,10 +275,12 @@ class PackedChoice:
         """The row of a request; one that comes anew has chosen nothing."""
         if sequence in self._rows:
             return self._rows[sequence]
-        taken = set(self._rows.values())
+        taken = {0, *self._rows.values()}
         row = next(number for number in range(len(taken) + 1) if number not in taken)
         if row >= len(self.chosen):
-            more = max(1, len(self.chosen))
+            more = max(2, len(self.chosen))
+            # What is chosen lies elsewhere then.
+            self._steady.clear()
             self.chosen, self.selected = (
                 torch.cat((table, table.new_zeros((more, *table.shape[1:]))))
                 for table in (self.chosen, self.selected)

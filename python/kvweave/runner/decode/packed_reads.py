@@ -21,13 +21,14 @@ from kvweave.ops import RopeTable, Table, Workspace
 from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
+from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
 from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
-from kvweave.runner.kv.packed_heads import PackedHeads
+from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.states import States, merged_states
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32
 
 
 @dataclass(frozen=True)
@@ -79,52 +80,6 @@ class PackedStep:
 
 
 @dataclass(frozen=True)
-class EntryRoom:
-    """Where the entries of a batch lie: i32 [N, 5], with room for more behind them.
-
-    offsets i32 [M · tables + 1], as `heads` has those of requests: ones beyond the batch have no
-    entries.
-    """
-
-    entries: torch.Tensor
-    offsets: torch.Tensor
-    heads: PackedHeads
-
-    @staticmethod
-    def of(entries: int, requests: int, pool: PackedPool) -> EntryRoom:
-        """Room for so many entries of so many requests, or somewhat more."""
-        n, m = (1 << max(0, number - 1).bit_length() for number in (entries, requests))
-        device, heads = pool.device, pool.heads
-        made = torch.zeros((n, 5), dtype=torch.int32, device=device)
-        offsets = torch.zeros(m * heads.tables + 1, dtype=torch.int32, device=device)
-        return EntryRoom(made, offsets, heads)
-
-    @property
-    def requests(self) -> int:
-        """How many requests have room."""
-        return (len(self.offsets) - 1) // self.heads.tables
-
-    def fits(self, entries: int, requests: int) -> bool:
-        """Whether so many have room."""
-        return entries <= len(self.entries) and requests <= self.requests
-
-    def of_batch(self, requests: int) -> torch.Tensor:
-        """The offsets of so many requests."""
-        return self.offsets[: requests * self.heads.tables + 1]
-
-    def write(self, parts: Sequence[Int32]) -> int:
-        """Writes the entries of requests, one behind the other: how many there are of all."""
-        offsets = self.heads.offsets(np.cumsum([0, *map(len, parts)], dtype=np.int32))
-        count = int(offsets[-1])
-        ends_at = np.full(len(self.offsets), count, np.int32)
-        ends_at[: len(offsets)] = offsets
-        entries, spans = send(self.entries.device, np.concatenate(parts), ends_at)
-        self.entries[:count].copy_(torch.as_tensor(entries))
-        self.offsets.copy_(torch.as_tensor(spans))
-        return count
-
-
-@dataclass(frozen=True)
 class PackedRoom:
     """Where the entries of a batch lie: of packed tokens, and of exact ones beside documents.
 
@@ -150,6 +105,35 @@ class PackedRoom:
         return PackedStep(self.pool, asked, of(self.packed, ends[0]), aside)
 
 
+@dataclass(frozen=True, eq=False)
+class PackedTables:
+    """Where a batch finds what it reads of packed pages: a step that was captured knows these.
+
+    `final` and `chosen` as `PackedStep` has them.
+    """
+
+    room: PackedRoom
+    final: Sequence[FinalRead]
+    chosen: ChosenPacked | None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether any head chooses anew, as the host says: other steps know nothing of it."""
+        return self.chosen is not None and self.chosen.ranks
+
+    def lies_at(self, other: PackedTables) -> bool:
+        """Whether all of it lies where another has it."""
+        of_texts = self.final is other.final and self.chosen is other.chosen
+        return self.room is other.room and of_texts
+
+    def step(self, positions: Table, listed: tuple[int, int] | None = None) -> PackedStep:
+        """As `PackedRoom.step`, with all that there is beside the pool's own pages."""
+        step = self.room.step(positions, listed)
+        if not self.final and self.chosen is None:
+            return step
+        return replace(step, final=self.final, chosen=self.chosen)
+
+
 class PackedReads:
     """The packed pages of a batch that decodes together.
 
@@ -165,6 +149,9 @@ class PackedReads:
         # What the batch reads of final texts, and which version of these that is.
         self._final: Sequence[FinalRead] = ()
         self._version = 0
+        # Of which entries that is, and what steps know of all, by how many requests have tables.
+        self._of_texts: Sequence[Sequence[FinalEntries]] = ()
+        self._tables: dict[int, PackedTables] = {}
         # Where heads that choose find what they choose among, beside such texts.
         self._texts: ChosenTexts | None = None
         # Entries of each of the batch, packed and aside, and whose packed ones are to be made anew.
@@ -180,10 +167,15 @@ class PackedReads:
     def forget(self, sequence: Decoding) -> None:
         """Lets go of a request, and of the batch that it was of: another one is seated next."""
         self.seat(())
-        # Texts that nobody reads any more have no memory.
-        self._final, self._texts = (), None
         if self._choice is not None:
             self._choice.forget(sequence)
+        if self.pool.final is None:
+            return
+        # Texts that nobody reads any more have no memory.
+        self._final, self._of_texts, self._texts = (), (), None
+        self._tables.clear()
+        if self._choice is not None:
+            self._choice.forget_texts()
 
     def seat(self, batch: Sequence[Decoding]) -> None:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
@@ -242,21 +234,31 @@ class PackedReads:
 
     def step(self, positions: Table, at: Int32) -> PackedStep:
         """What the batch's rows at positions i32 [B] read, which on the host are `at`."""
-        room = self.room(len(self._batch))
-        step = room.step(positions, self._listed)
-        if self._final:
-            step = replace(step, final=self._final)
-        if self._choice is None:
-            return step
-        chosen = self._choice.step(self._batch, at, self._counts, self._texts)
-        return replace(step, chosen=chosen)
+        return self.tables(at, len(self._batch)).step(positions, self._listed)
 
-    def room(self, requests: int) -> PackedRoom:
+    def tables(self, at: Int32, requests: int) -> PackedTables:
+        """What the batch's rows at positions i32 [B] read, among tables of so many requests.
+
+        The same object as long as nothing of it lies elsewhere, where nobody is ranked.
+        """
+        room, chosen = self._current_room(requests), None
+        if self._choice is not None:
+            chosen = self._choice.step(self._batch, at, self._counts, self._texts, requests)
+        made = PackedTables(room, self._final, chosen)
+        if made.ranks:
+            return made
+        last = self._tables.get(requests)
+        if last is None or not last.lies_at(made):
+            self._tables[requests] = last = made
+        return last
+
+    def _current_room(self, requests: int) -> PackedRoom:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
         room, final = self._room, self.pool.final
         if final is not None and final.version != self._version:
             self._version, self._is_listed = final.version, False
-        if self._is_listed and requests <= room.packed.requests:
+        of_texts = final is None or requests == len(self._of_texts)
+        if self._is_listed and requests <= room.packed.requests and of_texts:
             return room
         for row in self._stale:
             self._packed[row] = _packed(self._batch[row]).entries()
@@ -265,10 +267,7 @@ class PackedReads:
         self._counts = np.array([len(entries) for entries in packed], np.int64)
         if final is not None:
             split = [final.split(entries) for entries in packed]
-            of_texts = [some for _, some in split]
-            self._final = final_reads(of_texts, self.pool.device)
-            if self._choice is not None:
-                self._texts = ChosenTexts.of(packed, of_texts, self._final, self.pool)
+            self._read_texts([some for _, some in split], packed, requests)
             packed = [entries for entries, _ in split]
         counts = sum(map(len, packed)), sum(map(len, aside))
         fits = room.packed.fits(counts[0], requests)
@@ -281,6 +280,19 @@ class PackedReads:
             room.aside.write(aside)
         self._listed, self._is_listed = counts, True
         return room
+
+    def _read_texts(
+        self, some: list[Sequence[FinalEntries]], packed: Sequence[Int32], requests: int
+    ) -> None:
+        """Has the batch read these entries of final texts, of all that it has packed."""
+        nobody = requests - len(some)
+        some += [()] * nobody
+        if not _are_same(some, self._of_texts):
+            self._of_texts, self._final = some, final_reads(some, self.pool.device)
+        if self._choice is not None:
+            entries = [*packed, *[np.zeros((0, 5), np.int32)] * nobody]
+            known = entries, some, self._final, self.pool
+            self._texts = ChosenTexts.of(*known, before=self._texts)
 
     def _more_room(self, counts: tuple[int, int], requests: int) -> PackedRoom:
         """Room for so many entries, and so much more that nothing moves before all are done."""
@@ -297,6 +309,19 @@ class PackedReads:
             least = 0 if before.aside is None else len(before.aside.entries)
             aside = EntryRoom.of(max(counts[1], least), requests, self.pool)
         return PackedRoom(self.pool, EntryRoom.of(most, requests, self.pool), aside)
+
+
+def _are_same(
+    some: Sequence[Sequence[FinalEntries]], others: Sequence[Sequence[FinalEntries]]
+) -> bool:
+    """Whether requests read the same entries of the same texts."""
+    if len(some) != len(others):
+        return False
+    return all(
+        len(own) == len(its)
+        and all(a is b and np.array_equal(x, y) for (a, x), (b, y) in zip(own, its, strict=True))
+        for own, its in zip(some, others, strict=True)
+    )
 
 
 def _packed(sequence: Decoding) -> PackedPrefix:

@@ -456,9 +456,7 @@ class Engine(Submissions):
 
     def _let_go(self, live: LiveRequest) -> None:
         """Gives back all that a request holds, but for a prompt that is its caller's."""
-        if live.job is not None:
-            live.job.release()
-            live.job = None
+        self._prompts.let_go(live)
         if live.done is None:
             return
         self._decoder.forget(live.done.request)

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvweave.policies import Policy, is_exact
 from kvweave.runner.answers.answering import Answer, Ask
+from kvweave.runner.decode.promised_bounds import BoundsPromise
 from kvweave.runner.engine.engine_request import EngineRequest
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.prefill.prefill_job import PrefillJob
@@ -24,7 +25,7 @@ class LiveRequest:
     says of a prompt that its caller has prefilled, and keeps: `done` is there all the time then.
     `answer` from its first token on, also while it waits for room to go on. `policy` once it has
     begun: what was asked for, or full, and `off` says why. `expected`: the documents that its
-    prompt waits for, until it is begun.
+    prompt waits for, until it is begun. `bounds`: room for those of its pages, from then on.
     """
 
     handle: EngineRequest
@@ -37,6 +38,7 @@ class LiveRequest:
     answer: Answer | None = None
     policy: Policy | None = None
     off: str = ""
+    bounds: BoundsPromise | None = None
 
     @property
     def answering(self) -> Answer:

@@ -57,6 +57,21 @@ class PromptWork:
         self._awaited = live.expected
         return False
 
+    def _take_bounds(self, live: LiveRequest) -> None:
+        """Takes room for the bounds of all that a request will have said, before it has any KV."""
+        if live.bounds is None:
+            tokens = len(live.prompt.tokens) + live.ask.max_new_tokens
+            live.bounds = self._answering.decoder.promise(tokens)
+
+    def let_go(self, live: LiveRequest) -> None:
+        """Gives back what a prompt holds that is being computed, and the room for its bounds."""
+        if live.job is not None:
+            live.job.release()
+            live.job = None
+        if live.bounds is not None:
+            live.bounds.release()
+            live.bounds = None
+
     def leave(self, live: LiveRequest) -> None:
         """Gives back what was read for a prompt that will not be begun; safe to call twice."""
         if live.expected is not None:
@@ -82,12 +97,13 @@ class PromptWork:
         `parted`: in parts, then.
 
         # Errors
-        As `PrefillJob`.
+        As `PrefillJob`, and `Decoder.promise`.
         """
         self._computed = True
         if live.job is None:
             if live.policy is None:
                 live.policy, live.off = self._answering.lossy.chosen(live.ask.policy)
+            self._take_bounds(live)
             live.job = self._job(live, live.policy, parted=parted)
             live.expected = None
         live.job.advance(min(to, live.job.tokens))
@@ -124,6 +140,7 @@ class PromptWork:
                     live.prompt, live.ask.policy, live.ask.lookup, live.done, live.off
                 )
         done = live_prefill("decode", live.done)
+        self._take_bounds(live)
         live.settle_pending()
         if done.pending:
             prefiller.extend(done, np.zeros(0, np.int32))
