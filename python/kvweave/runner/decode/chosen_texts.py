@@ -74,8 +74,7 @@ class ChosenTexts:
         if before is None or not before._serves(known, count, requests):
             room = EntryRoom.of(count, requests, pool)
             index = torch.zeros((2, len(room.entries)), dtype=torch.int64, device=pool.device)
-            begins = index.new_zeros(requests)
-            before = ChosenTexts(room, begins, index[0], index[1], known)
+            before = ChosenTexts(room, index.new_zeros(requests), index[0], index[1], known)
         before._write(packed, np.concatenate(whose), np.concatenate(numbers))
         return before
 
