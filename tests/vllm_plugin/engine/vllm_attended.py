@@ -121,5 +121,5 @@ def chosen_experts(llm: LLM, most: int, tokens: int) -> Iterator[list[torch.Tens
             stack.callback(router.register_forward_hook(keep).remove)
         yield made
     for rows in logits:
-        ordered = torch.cat(rows)[:tokens].sort(-1, descending=True, stable=True)
+        ordered = torch.cat(rows)[:tokens].sort(dim=-1, descending=True, stable=True)
         made.append(ordered.indices[:, :most])
