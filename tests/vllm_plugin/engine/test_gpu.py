@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 
@@ -67,7 +68,15 @@ class Served:
         return sum(a == b for a, b in zip(self.tokens, other.tokens, strict=True))
 
 
-def served(model: Path, choice: dict[str, Any], mode: str, dtype: str, **changes: Any) -> Served:
+def served(
+    model: Path,
+    choice: dict[str, Any],
+    mode: str,
+    dtype: str,
+    look: Callable[[LLM], object] = lambda _: None,
+    **changes: Any,
+) -> Served:
+    """What an engine answers to `MIXED`, after a `look` at it."""
     start = time.perf_counter()
     # Graphs of an engine that is gone leave a pool behind that another cannot capture into.
     type(current_platform)._global_graph_pool = None
@@ -80,6 +89,7 @@ def served(model: Path, choice: dict[str, Any], mode: str, dtype: str, **changes
         is_ours = choice not in (STOCK, STOCK_F32)
         assert all(issubclass(layer.attn_backend, PagedBackend) is is_ours for layer in layers)
         assert is_split(llm) is ("hf_overrides" in choice and "kv_transfer_config" not in choice)
+        look(llm)
         sampling = SamplingParams(
             temperature=0, max_tokens=STEPS, logprobs=0, ignore_eos=True, detokenize=False
         )

@@ -169,8 +169,9 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
             **split,
         )
         if self.sinks is not None:
-            # Of exp(lse) + exp(sink) the sink's share goes to no value.
-            out.mul_(torch.sigmoid(lse - self.sinks.float())[..., None].to(out.dtype))
+            # Of exp(lse) + exp(sink) the sink's share goes to no value. What is left stays in f32,
+            # so that the product is rounded and not its factor too.
+            out.mul_(torch.sigmoid(lse - self.sinks.float())[..., None])
 
     def paged(self, pages: torch.Tensor) -> ops.PagedKv:
         """A layer's pages, as its heads read them."""

@@ -62,8 +62,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     def tables_of(self, batch: StepBatch) -> PagedMetadata:
         """Tables of a batch, or of some of its requests; of one decode step at a time."""
-        if batch.decode and self.kept is not None:
-            tables = self.kept.fill(batch)
+        kept = self.kept
+        # With chunked local attention two rows on both sides of a chunk's edge are two requests, so
+        # there may be more of them than an engine has.
+        if batch.decode and kept is not None and batch.requests <= kept.requests:
+            tables = kept.fill(batch)
         else:
             columns = self.layout.columns(batch.longest, batch.most_rows)
             room = self.layout.room(self.device, batch.requests, batch.rows, columns)

@@ -145,7 +145,7 @@ class KeptTables:
         longest: int,
         more: int = 0,
     ) -> None:
-        self.layout = layout
+        self.layout, self.requests = layout, requests
         # The number of columns is part of what is captured.
         self.columns = layout.columns(longest, 1)
         self.room = requests * sum(self.columns)
