@@ -77,6 +77,7 @@ TITLES = {
     "top_k_cadence": "A layer and whole decode steps with a quarter ranked at every step, 8B shape",
     "top_k_step_half": "The same with half as many requests; copies in fp8 and late rankings too",
     "speculation": "Drafts by chosen pages, verified by all: rounds beside dense steps",
+    "speculation_text": "The same of a real model over real text: accepted drafts and equal tokens",
     "vllm_soak": "A mixed load on engines of vLLM with segments, exact and packed",
     "runner_soak": "A mixed load on served runners for an hour: nothing held in quiet, flat memory",
     "zeroing": "Zeroing of what is freed: the same requests with it and without",
