@@ -187,30 +187,6 @@ def test_host_load_case_sets_the_host_beside_the_device() -> None:
     assert over.of["decoding at once"] >= 1
 
 
-def test_host_load_case_joins_runs_of_processes_of_their_own(tmp_path: Path) -> None:
-    task = replace(host_load.QUICK, rate=100.0, ways=("Poisson",))
-    machine = {"packages": {}}
-    for name, own in (
-        ("all", replace(task, copies=())),
-        ("over", replace(task, whole=False, copies=("cadence",))),
-    ):
-        run = record.here("host_load", host_load.rows_of(own, pages=4))
-        (tmp_path / name).write_text(json.dumps({**run, "machine": machine}))
-    rows = json.loads((tmp_path / "all").read_text())["rows"]
-    for row in rows:
-        row["name"] = row["name"].replace(": all", "") + ": stock"
-    run = {"case": "vllm_load", "time": "", "commit": "", "machine": machine, "rows": rows}
-    (tmp_path / "stock").write_text(json.dumps(run))
-    files = [str(tmp_path / name) for name in ("all", "over", "stock")]
-    assert host_load.main(["--join", *files, "--json", str(tmp_path / "joined")]) == 0
-    whole, _, per_token, over, *_, between = [
-        Row(**row) for row in json.loads((tmp_path / "joined").read_text())["rows"]
-    ][:6]
-    assert over.name.endswith("over the host, cadence: tokens in and out")
-    assert over.of["× all"] == over.of["× vLLM"] == over.value / whole.value
-    assert between.of["× all, a token"] == per_token.of["a token"] / between.of["a token"]
-
-
 def test_a_load_at_a_rate_alone_has_to_be_told_it() -> None:
     task = replace(host_load.QUICK, ways=("Poisson",))
     with pytest.raises(ValueError, match="rate: expected one"):
