@@ -69,8 +69,8 @@ ON_GPU = (
 )
 ON_CPU = (Task("sotu", ((1, 1024), (4, 1024), (1, 2048)), (*FEW, Way(16, 7)), 64),)
 QUICK = (
-    Task("sotu", ((1, 150),), (Way(4, 3),), 13),
-    Task("python", ((2, 100),), (Way(4, 2, 4),), 9, TEMPERATURE),
+    Task("sotu", ((1, 100),), (Way(4, 3),), 9),
+    Task("python", ((2, 72),), (Way(3, 2, 4),), 5, TEMPERATURE),
 )
 
 

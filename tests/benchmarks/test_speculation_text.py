@@ -16,9 +16,9 @@ from kvweave.runner import Runner
 
 def test_accepted_drafts_are_counted_and_answers_are_those_of_dense_decoding() -> None:
     greedy, drafted, drawn, of_draws = speculation_text.run(quick=True)
-    assert greedy.name == "SmolLM2, sotu, 1 × 150: dense"
-    assert drafted.name == "SmolLM2, sotu, 1 × 150: 3 drafts by 4 pages, every 16"
-    assert of_draws.name == "SmolLM2, python, 2 × 100, drawn at 0.8: 2 drafts by 4 pages, every 4"
+    assert greedy.name == "SmolLM2, sotu, 1 × 100: dense"
+    assert drafted.name == "SmolLM2, sotu, 1 × 100: 3 drafts by 4 pages, every 16"
+    assert of_draws.name == "SmolLM2, python, 2 × 72, drawn at 0.8: 2 drafts by 3 pages, every 4"
     for dense, row, most in ((greedy, drafted, 3), (drawn, of_draws, 2)):
         assert row.unit == "ms"
         assert 0 < row.of["accepted"] <= most
