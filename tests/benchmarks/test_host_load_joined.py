@@ -36,10 +36,10 @@ def of_vllm(loads: list[str]) -> list[Row]:
     )
 
 
-def joined(files: list[str], path: Path) -> dict[str, Row]:
+def joined(files: list[str], path: Path, case: str) -> dict[str, Row]:
     assert host_load.main(["--join", *files, "--json", str(path)]) == 0
     run = json.loads(path.read_text())
-    assert run["case"] == "host_load_whole"
+    assert run["case"] == case
     rows = [Row(**row) for row in run["rows"]]
     return {row.name: row for row in rows}
 
@@ -56,7 +56,7 @@ def test_contenders_of_processes_of_their_own_are_set_beside_each_other(tmp_path
         f"tiny Llama, 4 of 80 to 160, 8 to 40 out, {way}" for way in ("at once", "Poisson at 100/s")
     ]
     files.append(kept(tmp_path / "stock", of_vllm(loads), "vllm_load", vllm="0.33.0"))
-    rows = joined(files, tmp_path / "joined")
+    rows = joined(files, tmp_path / "joined", "host_load_whole")
     assert len(rows) == 18
     for load in loads:
         for figure in FIGURES:
@@ -79,7 +79,7 @@ def test_one_way_alone_is_joined(tmp_path: Path) -> None:
     task = replace(host_load.QUICK, ways=("at once",), copies=())
     files = [kept(tmp_path / "all", host_load.rows_of(task, pages=4), "host_load")]
     files.append(kept(tmp_path / "stock", of_vllm([load]), "vllm_load"))
-    rows = joined(files, tmp_path / "joined")
+    rows = joined(files, tmp_path / "joined", "host_load_at_once")
     assert set(rows) == {f"{load}: all: {figure}" for figure in FIGURES} | {
         f"{load}: {figure}: stock" for figure in FIGURES
     }
@@ -87,9 +87,18 @@ def test_one_way_alone_is_joined(tmp_path: Path) -> None:
     assert first.of["× vLLM"] == 1.5 / first.value
 
 
-def test_runs_of_other_versions_are_refused(tmp_path: Path) -> None:
-    row = Row("a: all: tokens in and out", 1.0, "tokens/s", None, {})
+def test_versions_that_vllm_had_are_told_apart_and_our_own_have_to_be_the_same(
+    tmp_path: Path,
+) -> None:
+    row = Row("a, Poisson at 1/s: all: tokens in and out", 1.0, "tokens/s", None, {})
+    over = Row("a, Poisson at 1/s: over the host: tokens in and out", 2.0, "tokens/s", None, {})
     files = [kept(tmp_path / "all", [row], "host_load")]
-    files.append(kept(tmp_path / "stock", of_vllm(["a"]), "vllm_load", torch="3"))
+    load = "a, Poisson at 1/s"
+    files.append(kept(tmp_path / "stock", of_vllm([load]), "vllm_load", torch="3", vllm="0.33.0"))
+    rows = joined(files, tmp_path / "joined", "host_load_whole")
+    assert rows[row.name].of["× vLLM"] == 1.0 / rows[f"{load}: tokens in and out: stock"].value
+    packages = json.loads((tmp_path / "joined").read_text())["machine"]["packages"]
+    assert packages == {"torch": "2", "torch of vLLM": "3", "vllm": "0.33.0"}
+    files.append(kept(tmp_path / "over", [over], "host_load", torch="4"))
     with pytest.raises(ValueError, match="machine: expected"):
         host_load.main(["--join", *files, "--json", str(tmp_path / "joined")])
