@@ -34,6 +34,7 @@ from benchmarks.cases import (
     rotate_rows,
     scheduler,
     speculation,
+    speculation_text,
     store,
     tiers,
     top_k_step,
@@ -81,11 +82,13 @@ CASES: dict[str, Case] = {
     "top_k_step_half": top_k_step.run_half,
     "top_k_cadence": top_k_step.run_cadence,
     "speculation": speculation.run,
+    "speculation_text": speculation_text.run,
 }
 ON_A_GPU = {
     "packed_decode",
     "page_choice",
     "page_moves",
+    "speculation",
     "top_k_step",
     "top_k_step_half",
     "top_k_cadence",
@@ -100,7 +103,7 @@ ON_A_GPU_IF_ANY = {
     "packed_rows",
     "packed_step",
     "packed_worker",
-    "speculation",
+    "speculation_text",
     "tiers",
     "ttft_packed",
 }

@@ -14,8 +14,9 @@ and how much was copied to the host.
 a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
 by `python -m benchmarks.vllm.serve --jobs load --task '{"memory": …, "rate": …}'`. Where contenders
 were measured on GPUs of their own (`"whole": false` for one without *all*), `--join FILE...` sets
-their runs, vLLM's too, beside each other and writes one to FILE of `--json`. *Cadence* is that of
-the paper: one KV head in four is ranked at every step instead of reading everything.
+their runs, vLLM's too, beside each other and writes one to FILE of `--json`; vLLM may have had
+packages of other versions, which the run names as its own. *Cadence* is that of the paper: one KV
+head in four is ranked at every step instead of reading everything.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ from benchmarks.report.record import joined
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.runner.model.model_spec import describe
 
-CASE, JOINED = "host_load", "host_load_whole"
-"""What a run is called, and one whose contenders had processes of their own."""
+CASE, JOINED, JOINED_AT_ONCE = "host_load", "host_load_whole", "host_load_at_once"
+"""What a run is called, and one whose contenders had processes of their own, where requests came at
+a rate and where all came at once."""
+VLLM_CASE = "vllm_load"
+"""What a run of vLLM under this load is called: `benchmarks.vllm.serve.case_of`."""
 PAGES, WHOLE_EVERY = 64, 4
 ALL, STOCK = "all", "stock"
 """What others are set beside; vLLM as it is, as `benchmarks.vllm.serve` calls it."""
@@ -202,14 +206,30 @@ def main(words: list[str] | None = None) -> int:
     return carry_out((CASE, __doc__), rows_of, task, words)
 
 
+def versions_of(run: dict[str, Any]) -> dict[str, str]:
+    """The packages that our own contenders had; none of a run of vLLM's."""
+    return {} if run["case"] == VLLM_CASE else run["machine"]["packages"]
+
+
+def as_part(run: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
+    """A run as one of several: what vLLM had in another version than the others is told apart."""
+    if run["case"] == VLLM_CASE:
+        had = run["machine"]["packages"].items()
+        of = {name if known.get(name, v) == v else f"{name} of vLLM": v for name, v in had}
+        run = {**run, "machine": {**run["machine"], "packages": of}}
+    at_once = all(f", {AT_ONCE}: " in row["name"] for row in run["rows"])
+    return {**run, "case": JOINED_AT_ONCE if at_once else JOINED}
+
+
 def join(words: list[str]) -> int:
     """Sets runs of several processes beside each other, and writes them as one."""
     parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
     chosen = parser.parse_args(words)
-    runs = [{**json.loads(path.read_text()), "case": JOINED} for path in chosen.join]
-    whole = joined(runs)
+    runs = [json.loads(path.read_text()) for path in chosen.join]
+    known = {name: version for run in runs for name, version in versions_of(run).items()}
+    whole = joined([as_part(run, known) for run in runs])
     rows = [Row(**row) for row in whole["rows"]]
     beside(rows)
     chosen.json.write_text(json.dumps({**whole, "rows": [asdict(row) for row in rows]}, indent=1))

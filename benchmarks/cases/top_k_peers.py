@@ -1,10 +1,11 @@
 """What others have for the best K of each row of scores, called as `select_pages` is.
 
 `torch.topk` (unsorted, and with the indices sorted, which is what a table of pages needs),
-FlashInfer's `top_k` and `top_k_ragged_transform`, and the two kernels of vLLM's own indexer,
-`persistent_topk` and `top_k_per_row_decode`. The ragged ones take a length a row, as ours do; none
-takes a budget a row, keeps ties, or the first and last pages. What this machine does not have, or
-what does not do a shape, says why instead.
+FlashInfer's `top_k` and `top_k_ragged_transform`, and the kernels of vLLM's own indexer, the same
+in 0.26 and 0.33: `cooperative_topk` for few rows, `persistent_topk` for more, and
+`top_k_per_row_decode` for any K. The ragged ones take a length a row, as ours do; none takes a
+budget a row, keeps ties, or the first and last pages. What this machine does not have, or what does
+not do a shape, says why instead.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 
-PERSISTENT_K = (512, 1024, 2048)
-"""The numbers that vLLM has `persistent_topk` for."""
+VLLM_K = (512, 1024, 2048)
+"""The numbers that vLLM has `cooperative_topk` and `persistent_topk` for."""
+COOPERATIVE_ROWS = 64
+"""The most rows that it has the former for."""
 WORKSPACE_BYTES = 1 << 20
 NOT_INSTALLED = "not installed"
 
@@ -35,6 +38,7 @@ def peers(scores: torch.Tensor, counts: torch.Tensor, most: int) -> dict[str, Be
         "torch.topk, sorted": lambda: lambda: _sorted(scores, most),
         "flashinfer.top_k": lambda: _flashinfer(scores, most),
         "flashinfer.top_k_ragged_transform": lambda: _flashinfer_ragged(scores, counts, most),
+        "vllm cooperative_topk": lambda: _cooperative(scores, counts, most),
         "vllm persistent_topk": lambda: _persistent(scores, counts, most),
         "vllm top_k_per_row_decode": lambda: _per_row(scores, counts, most),
     }
@@ -77,11 +81,21 @@ def _vllm_op(name: str) -> Any:
     return getattr(torch.ops._C, name)
 
 
+def _cooperative(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Best:
+    if len(scores) > COOPERATIVE_ROWS:
+        raise ValueError(f"expected rows up to {COOPERATIVE_ROWS}, got {len(scores)}")
+    return _of_indexer("cooperative_topk", scores, counts, most)
+
+
 def _persistent(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Best:
-    if most not in PERSISTENT_K:
-        known = ", ".join(map(str, PERSISTENT_K))
+    return _of_indexer("persistent_topk", scores, counts, most)
+
+
+def _of_indexer(name: str, scores: torch.Tensor, counts: torch.Tensor, most: int) -> Best:
+    if most not in VLLM_K:
+        known = ", ".join(map(str, VLLM_K))
         raise ValueError(f"expected K of {known}, got {most}")
-    op = _vllm_op("persistent_topk")
+    op = _vllm_op(name)
     chosen = _room(scores, most)
     space = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=scores.device)
 

@@ -192,13 +192,14 @@ def choosing(
     whole_every: int = 0,
     estimate: bool = False,
     unstable_every: int = 0,
+    rerank_every: int = EVERY,
 ) -> HeadClassMap:
     """A map of heads that read so many pages, and estimate the others or not.
 
     Of every `whole_every` KV heads one is whole, another one from layer to layer; 0 is for none. Of
     every `unstable_every` one is ranked at every step instead.
     """
-    kind = {"kind": "top_k", "pages": pages, "rerank_every": EVERY, "estimate": estimate}
+    kind = {"kind": "top_k", "pages": pages, "rerank_every": rerank_every, "estimate": estimate}
     chooses = {"class": kind, "reach": "global", "stability": "stable"}
     often = {"class": {**kind, "rerank_every": 1}, "reach": "global", "stability": "unstable"}
     whole = {"class": {"kind": "full"}, "reach": "global", "stability": "unstable"}

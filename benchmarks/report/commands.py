@@ -7,7 +7,9 @@ BENCH = "python -m benchmarks.vllm.vllm_bench --jobs rag"
 OWN = "python -m benchmarks.vllm.vllm_bench --jobs prefix_repetition throughput"
 SEGMENTS = "python -m benchmarks.vllm.segments"
 HOST_LOAD = "python -m benchmarks.cases.host_load --json FILE"
-HOST_TASK = '{"layers": 0, "arena_bytes": 68719476736, "rate": 0.75, "ways": ["Poisson"]'
+HOST_MODEL = '{"layers": 0, "arena_bytes": 68719476736'
+HOST_TASK = f'{HOST_MODEL}, "rate": 0.75, "ways": ["Poisson"]'
+HOST_AT_ONCE = f'{HOST_MODEL}, "ways": ["at once"]'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
@@ -23,6 +25,15 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         f'{HOST_LOAD} --task \'{HOST_TASK}, "copies": ["late"], "whole": false, '
         '"host_bytes": 85899345920, "requests": 150}\'',
         "python -m benchmarks.cases.host_load --join FILE FILE --json FILE",
+    ),
+    "host_load_at_once": (
+        f"{HOST_LOAD} --task '{HOST_AT_ONCE}, \"copies\": []}}'",
+        f'{HOST_LOAD} --task \'{HOST_AT_ONCE}, "copies": ["cadence"], "whole": false, '
+        '"host_bytes": 85899345920}\'',
+        f"{VLLM} --jobs load --engines stock --limit 560 --json FILE --task "
+        '\'{"memory": 68719476736, "requests": 200, "answer": [50, 1500], "chunk": 4096, '
+        '"ways": ["at once"]}\'',
+        "python -m benchmarks.cases.host_load --join FILE FILE FILE --json FILE",
     ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),

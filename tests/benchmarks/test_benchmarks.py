@@ -79,7 +79,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         main(["nonsense"])
     assert "got nonsense" in capsys.readouterr().err
     timed = {"block_manager", "copy_rerotate", "rotate_rows", "attention", "ttft", "ttft_cuda"}
-    host = {"zeroing", "head_memory", "decode_host", "engine_load", "host_load", "speculation"}
+    host = {"zeroing", "head_memory", "decode_host", "engine_load", "host_load"}
     host |= {
         "choices",
         "hand_off",
@@ -90,12 +90,13 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "packed_step",
         "packed_worker",
         "scheduler",
+        "speculation_text",
         "store",
         "tiers",
         "ttft_packed",
         "workflow",
     }
-    on_gpu = {"packed_decode", "page_choice", "page_moves", "ttft_heads"}
+    on_gpu = {"packed_decode", "page_choice", "page_moves", "speculation", "ttft_heads"}
     on_gpu |= {"top_k_step", "top_k_step_half", "top_k_cadence"}
     assert set(CASES) == timed | host | on_gpu
 
@@ -143,12 +144,6 @@ def test_speculation_case_measures_rounds_beside_dense_steps() -> None:
         assert row.of["worth it from"] == row.value / dense.value - 1
 
 
-def test_speculation_case_counts_what_a_real_model_accepts() -> None:
-    (row,) = speculation.accepted_rows([(1, 150)], [3], steps=13, budget=4)
-    assert 0 < row.value <= 3
-    assert row.of["share"] == row.value / 3
-
-
 def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
     """Of a tiny model on the host: who joins at once and who joins in turns."""
     loads = [top_k_step.Load(3, 200, 2, in_turns=turns) for turns in (False, True)]
@@ -190,30 +185,6 @@ def test_host_load_case_sets_the_host_beside_the_device() -> None:
     assert rows[8].of["× all"] == rows[2].value / rows[8].value
     assert whole.of["KV held"] > 0.99 > over.of["KV held"]
     assert over.of["decoding at once"] >= 1
-
-
-def test_host_load_case_joins_runs_of_processes_of_their_own(tmp_path: Path) -> None:
-    task = replace(host_load.QUICK, rate=100.0, ways=("Poisson",))
-    machine = {"packages": {}}
-    for name, own in (
-        ("all", replace(task, copies=())),
-        ("over", replace(task, whole=False, copies=("cadence",))),
-    ):
-        run = record.here("host_load", host_load.rows_of(own, pages=4))
-        (tmp_path / name).write_text(json.dumps({**run, "machine": machine}))
-    rows = json.loads((tmp_path / "all").read_text())["rows"]
-    for row in rows:
-        row["name"] = row["name"].replace(": all", "") + ": stock"
-    run = {"case": "vllm_load", "time": "", "commit": "", "machine": machine, "rows": rows}
-    (tmp_path / "stock").write_text(json.dumps(run))
-    files = [str(tmp_path / name) for name in ("all", "over", "stock")]
-    assert host_load.main(["--join", *files, "--json", str(tmp_path / "joined")]) == 0
-    whole, _, per_token, over, *_, between = [
-        Row(**row) for row in json.loads((tmp_path / "joined").read_text())["rows"]
-    ][:6]
-    assert over.name.endswith("over the host, cadence: tokens in and out")
-    assert over.of["× all"] == over.of["× vLLM"] == over.value / whole.value
-    assert between.of["× all, a token"] == per_token.of["a token"] / between.of["a token"]
 
 
 def test_a_load_at_a_rate_alone_has_to_be_told_it() -> None:
