@@ -25,6 +25,7 @@ from benchmarks.cases import (
     isolation,
     packed_capacity,
     packed_decode,
+    packed_kinds,
     packed_prefill,
     packed_rows,
     packed_step,
@@ -75,6 +76,7 @@ CASES: dict[str, Case] = {
     "packed_decode": packed_decode.run,
     "packed_prefill": packed_prefill.run,
     "packed_step": packed_step.run,
+    "packed_kinds": packed_kinds.run,
     "packed_worker": packed_worker.run,
     "packed_capacity": packed_capacity.run,
     "packed_rows": packed_rows.run,
@@ -99,6 +101,7 @@ ON_A_GPU = {
 ON_A_GPU_IF_ANY = {
     "hand_off",
     "packed_capacity",
+    "packed_kinds",
     "packed_prefill",
     "packed_rows",
     "packed_step",

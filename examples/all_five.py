@@ -2,9 +2,10 @@
 
 Two documents are read from a store by a runner that never computed them (place), reused behind
 other text than they were encoded alone (content), packed in half of their channels at four bits
-(channels), read by some heads through windows alone (heads), and recomputed where a draft of the
-answer looks (tokens). The head map is made up, one head a layer: `kvweave profile-heads` makes real
-ones. Every figure is of this run; what heads read of packed bytes follows from the map.
+(channels), read by some heads through windows alone and by others page by page, as these score
+highest (heads), and recomputed where a draft of the answer looks (tokens). The head map is made up,
+a class for every third head: `kvweave profile-heads` makes real ones. Every figure is of this run;
+what heads read of packed bytes follows from the map.
 """
 
 from __future__ import annotations
@@ -13,16 +14,26 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvweave import HeadClassMap, models
+from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Runner, Segment
 from kvweave.runner.report import Report
 
-POLICY = "foresight"
+POLICY, ANSWER_TOKENS = "foresight", 24
 QUESTION = "\nWhich of the two papers is about rivers, and what does it say of them?\n"
+CLASSES = (
+    {"kind": "window", "sink": 16, "recent": 64},
+    {"kind": "top_k", "pages": 4, "rerank_every": 8, "score": "mean"},
+    {"kind": "full"},
+)
+"""Of heads in turn: nothing packed is read, four pages at most, or all."""
 PAPERS = {
     "rivers": "Rivers carry sand to the sea, and number {n} carries {m} tons of it a day. ",
     "towns": "The town of {n} has {m} houses, a mill, and a market on every third day. ",
@@ -64,41 +75,53 @@ def insert(model: Any, tokenizer: Any, store: Path, sentences: int, **settings: 
     runner.close()
 
 
+def reader(model: Any, tokenizer: Any, store: Path, **settings: Any) -> Runner:
+    """A runner that has computed nothing and finds the papers in a store."""
+    place = {"store": store, "document_bytes": 1 << 28}
+    return Runner(model, tokenizer, kv_dtype="half-int4", **place, **settings)
+
+
 def saved_by(runner: Runner, report: Report) -> list[Saved]:
     """What each dimension saved of one request."""
     tokens, layers = report.tokens, len(report.rows_per_layer)
     documents = [d for d in report.documents if d.source in ("disk", "host")]
     loaded = sum(d.end - d.start for d in documents)
     chosen = sum(report.rows_per_layer) / layers - (tokens - report.reused_segment)
-    assert runner.packed is not None
-    packed = runner.packed.block_bytes // 64
-    exact = runner.cache.shape.token_bytes
-    reused, heads = report.reused_segment, runner.packed.heads
-    full = float((heads.sights[:, :, 0] == 0).mean())
+    pool, reused = runner.packed, report.reused_segment
+    assert pool is not None
+    packed, exact = pool.block_bytes // PAGE_TOKENS, runner.cache.shape.token_bytes
+    read = packed * tokens_a_head(runner, reused)
+    # By what heads choose there is one row of f32 numbers more for each page's bounds.
+    bounds = 0 if pool.bounds is None else pool.bounds[0].nbytes * pool.block_pages // PAGE_TOKENS
     return [
         Saved("content", "rows a layer computed", sum(report.rows_per_layer) / layers, tokens),
-        Saved("heads", "packed bytes a decode step reads", full * reused * packed, reused * packed),
+        Saved("heads", "packed bytes a decode step reads at most", read, reused * packed),
         Saved("tokens", "reused tokens recomputed", chosen, reused),
-        Saved("channels", "bytes of documents", reused * packed, reused * exact),
+        Saved("channels", "bytes of documents", reused * (packed + bounds), reused * exact),
         Saved("place", "document tokens encoded here", tokens - loaded, tokens),
     ]
 
 
-def one_window_a_layer(model: Any, tokenizer: Any) -> HeadClassMap:
-    """A map in which the first KV head of each layer sees 16 first tokens and the newest 64."""
+def tokens_a_head(runner: Runner, reused: int) -> float:
+    """How many packed tokens a decode step reads on average of heads, of so many, at most."""
+    assert runner.packed is not None
+    heads = runner.packed.heads
+    read = np.where(heads.reading, reused, 0)
+    for number, budget in enumerate(heads.budgets):
+        some = heads.budget_of == number
+        read[some] = min(reused, budget.pages * PAGE_TOKENS)
+    return float(read.mean())
+
+
+def classes_in_turn(model: Any, tokenizer: Any) -> HeadClassMap:
+    """A map in which every third KV head has a window, every third chooses, and others read all."""
     spec = Runner(model, tokenizer, max_tokens=64, check=False).spec
-    kinds = {True: {"kind": "window", "sink": 16, "recent": 64}, False: {"kind": "full"}}
-    heads = [
-        {
-            "layer": layer,
-            "head": head,
-            "class": kinds[head == 0],
-            "reach": "global" if head else "local",
-            "stability": "stable",
-        }
-        for layer in range(len(spec.layers))
-        for head in range(spec.kv_heads)
-    ]
+    heads = []
+    for at in range(len(spec.layers) * spec.kv_heads):
+        of = CLASSES[at % len(CLASSES)]
+        labels = {"reach": "local" if of["kind"] == "window" else "global", "stability": "stable"}
+        place = {"layer": at // spec.kv_heads, "head": at % spec.kv_heads}
+        heads.append({**place, "class": of, **labels})
     sizes = {"schema_version": 1, "layers": len(spec.layers), "heads": heads}
     known = {"model_fingerprint": spec.fingerprint, "kv_heads": spec.kv_heads}
     return HeadClassMap.from_json(json.dumps({**sizes, **known}))
@@ -116,16 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def print_saved(model: Any, tokenizer: Any, sentences: int, **settings: Any) -> list[Saved]:
     """Answers the request in a runner that starts anew over the store; returns what was saved."""
-    heads = one_window_a_layer(model, tokenizer)
+    heads = classes_in_turn(model, tokenizer)
     settings = {"progress": False, "check": False, "heads": heads, **settings}
     with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder)
-        insert(model, tokenizer, store, sentences, **settings)
-        place = {"store": store, "document_bytes": 1 << 28}
-        runner = Runner(model, tokenizer, kv_dtype="half-int4", **place, **settings)
-        answer = runner.generate(prompt_of(sentences), POLICY, max_new_tokens=24)
-        runner.close()
-    saved = saved_by(runner, answer.report)
+        insert(model, tokenizer, Path(folder), sentences, **settings)
+        with closing(reader(model, tokenizer, Path(folder), **settings)) as runner:
+            answer = runner.generate(prompt_of(sentences), POLICY, max_new_tokens=ANSWER_TOKENS)
+            saved = saved_by(runner, answer.report)
     print(answer.report)
     print(*saved, sep="\n")
     print(answer.text)

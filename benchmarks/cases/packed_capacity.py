@@ -16,19 +16,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.cases.packed_decode import random_bases
 from benchmarks.device.models import random_model
+from benchmarks.device.placed_requests import admitted, placed
 from kvweave import OutOfMemory, PoolFull, Runner, Sampling, ops
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Packing
 from kvweave.runner.decode import Decoding
-from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.kv.request_kv import RequestKv
-from kvweave.runner.prefill.chunks import spans
 
 FORMATS = (None, "int4", "half-int4", "planes-3")
 SPARES = tuple(gibibytes << 30 for gibibytes in (4, 8, 12, 16, 24))
@@ -91,11 +89,11 @@ def longest(runner: Runner, on: Device) -> tuple[int, list[RequestKv]]:
     while many - few > 1:
         middle = (few + many) // 2
         try:
-            _admitted(runner, middle * PAGE_TOKENS).release()
+            admitted(runner, middle * PAGE_TOKENS, STEPS).release()
             few = middle
         except PoolFull:
             many = middle
-    return few * PAGE_TOKENS, [_placed(runner, few * PAGE_TOKENS)]
+    return few * PAGE_TOKENS, [placed(runner, few * PAGE_TOKENS, STEPS)]
 
 
 def batch(runner: Runner, on: Device) -> tuple[int, list[RequestKv]]:
@@ -103,7 +101,7 @@ def batch(runner: Runner, on: Device) -> tuple[int, list[RequestKv]]:
     requests: list[RequestKv] = []
     with suppress(PoolFull):
         while True:
-            requests.append(_placed(runner, on.batch_tokens))
+            requests.append(placed(runner, on.batch_tokens, STEPS))
     return len(requests), requests
 
 
@@ -149,41 +147,10 @@ def _runner(on: Device, model: Any, name: str | None, spare: int) -> Runner:
     return Runner(model, kv_dtype=packing, **known)
 
 
-def _admitted(runner: Runner, count: int) -> RequestKv:
-    """A request of so many tokens, which is to say a few more."""
-    context, tokens = runner._prefiller, np.zeros(count, np.int32)
-    positions, packed = context.rotary.table(1), None
-    known = {"reuse": "none", "reserve_tokens": STEPS, "regime": positions.regime}
-    if context.packed is not None:
-        packed = PackedPrefix(context.packed, tokens, namespace="", **known)
-    try:
-        request = context.cache.admit(tokens, chunk_tokens=context.chunk_tokens or 0, **known)
-    except BaseException:
-        if packed is not None:
-            packed.release()
-        raise
-    return RequestKv(context.heads, context.pages, request, positions, True, packed)
-
-
-def _placed(runner: Runner, count: int) -> RequestKv:
-    """One that has gone through the pool as its prefill takes it, whose layers are not computed."""
-    kv = _admitted(runner, count)
-    try:
-        kv.copy()
-        for first, end in spans(0, count, runner._prefiller.chunk_tokens or count):
-            if first:
-                kv.advance(first, end)
-        kv.advance(count, count)
-    except BaseException:
-        kv.release()
-        raise
-    return kv
-
-
 @torch.inference_mode()
 def _stepped(runner: Runner, on: Device, fill: Fill, spare: int) -> Found:
     """What a runner is filled with, once it has been decoded."""
-    count, placed = fill(runner, on)
+    count, held = fill(runner, on)
     expect(count > 0, f"expected a request that fits, got none in {on}")
     rotary, device = runner._prefiller.rotary, runner.spec.device
     sequences = [
@@ -194,21 +161,21 @@ def _stepped(runner: Runner, on: Device, fill: Fill, spare: int) -> Found:
             tokens=[1],
             packed=kv.packed,
         )
-        for kv in placed
+        for kv in held
     ]
     seconds = 0.0
     for _ in range(STEPS):
         start = time.perf_counter()
         said = runner._decoder.step(sequences)
         seconds = time.perf_counter() - start
-        expect(len(said) == len(placed), f"expected a token of each, got {len(said)}")
+        expect(len(said) == len(held), f"expected a token of each, got {len(said)}")
         for sequence, token in zip(sequences, said.tolist(), strict=True):
             sequence.tokens.append(token)
     of = {"step ms": 1e3 * seconds, "KV GB": _pool_bytes(runner) / 1e9, "spare GB": spare / 1e9}
     if torch.cuda.is_available():
         of["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
     runner._decoder.forget()
-    for kv in placed:
+    for kv in held:
         kv.release()
     return Found(count, of)
 

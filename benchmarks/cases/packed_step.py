@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +90,24 @@ def stepped(model: torch.nn.Module, load: Load, kv_dtype: str | None, steps: int
         known = done.positions, Sampling(), limit, runner.spec.device
         batch.append(Decoding(done.request, *known, tokens=[1], packed=done.kv.packed))
         held.append(done)
+    times = timed(runner, batch, steps)
+    expect(
+        runner._decoder.graphs is None or is_captured(runner),
+        "expected steps that are captured, got none",
+    )
+    timing = summarise(times)
+    gigabytes = sum(map(bytes_of, held)) / 1e9
+    for done in held:
+        done.release()
+    runner._decoder.forget()
+    runner.close()
+    what = "exact" if kv_dtype is None else kv_dtype
+    beside = {"KV GB": gigabytes, "worst ms": max(times) * 1e3}
+    return Row(f"{load.title}: {what}", timing.median_s * 1e3, "ms", timing.p95_s * 1e3, beside)
+
+
+def timed(runner: Runner, batch: Sequence[Decoding], steps: int) -> list[float]:
+    """Seconds of so many steps of a batch, behind some in which what they launch is captured."""
     times = []
     for _ in range(WARM_STEPS + steps):
         start = time.perf_counter()
@@ -96,19 +115,15 @@ def stepped(model: torch.nn.Module, load: Load, kv_dtype: str | None, steps: int
         times.append(time.perf_counter() - start)
         for sequence, token in zip(batch, said.tolist(), strict=True):
             sequence.tokens.append(token)
+    return times[WARM_STEPS:]
+
+
+def is_captured(runner: Runner) -> bool:
+    """Whether steps that a runner has taken were replayed from a graph."""
     graphs = runner._decoder.graphs
-    if graphs is not None:
-        captured = any(size.graph is not None for size in graphs._sizes.values())
-        expect(graphs.capturable and captured, "expected steps that are captured, got none")
-    timing = summarise(times[WARM_STEPS:])
-    gigabytes = sum(map(bytes_of, held)) / 1e9
-    for done in held:
-        done.release()
-    runner._decoder.forget()
-    runner.close()
-    what = "exact" if kv_dtype is None else kv_dtype
-    beside = {"KV GB": gigabytes, "worst ms": max(times[WARM_STEPS:]) * 1e3}
-    return Row(f"{load.title}: {what}", timing.median_s * 1e3, "ms", timing.p95_s * 1e3, beside)
+    if graphs is None or not graphs.capturable:
+        return False
+    return any(size.graph is not None for size in graphs._sizes.values())
 
 
 def bytes_of(done: Prefill) -> int:

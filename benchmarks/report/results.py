@@ -71,6 +71,7 @@ TITLES = {
     "packed_capacity": "The longest request and the largest batch one GPU holds, 8B shape",
     "packed_rows": "Rows of a prompt over packed pages as they lie and over a copy, one layer",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
+    "packed_kinds": "The same over pages of other kinds, chosen pages and documents, 4 of 8B",
     "replay": "Share of blocks of real prompts that a cache finds with room for a share of them",
     "replay_segments": "The same with documents laid over the prompts: prefixes, and segments too",
     "workflow": "Agents in a ring: whose texts are kept where some of them have room",

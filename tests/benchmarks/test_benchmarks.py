@@ -85,6 +85,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "hand_off",
         "isolation",
         "packed_capacity",
+        "packed_kinds",
         "packed_prefill",
         "packed_rows",
         "packed_step",

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.cases import (
     packed_capacity,
+    packed_kinds,
     packed_prefill,
     packed_rows,
     packed_step,
@@ -36,6 +37,18 @@ def test_steps_over_packed_pages_are_timed() -> None:
     rows = [packed_step.stepped(tiny("llama"), load, kind, 70) for kind in (None, "int4")]
     assert all(row.value > 0 for row in rows)
     assert rows[1].of["KV GB"] < rows[0].of["KV GB"]
+
+
+def test_steps_are_timed_over_packed_pages_of_every_kind() -> None:
+    (load,) = packed_kinds.ON_CPU
+    rows = packed_kinds.stepped(random_model(load.model, "cpu", layers=load.layers), load)
+    assert [row.name for row in rows] == [f"{load.title}: {k.name}" for k in packed_kinds.KINDS]
+    assert all(row.value > 0 for row in rows)
+    exact, packed, _, shared, chosen, _, basis, own, mixed = (row.of["KV GB"] for row in rows)
+    # One document in the place of two, and pages of a half, or in part of a half and a quarter.
+    assert shared < packed == chosen < exact
+    assert basis == own < packed
+    assert mixed < packed
 
 
 def test_prompts_are_packed_beside_and_behind(monkeypatch: pytest.MonkeyPatch) -> None:

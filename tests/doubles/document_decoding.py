@@ -58,12 +58,12 @@ class DocumentDecoding:
         self.of_documents = of_documents or meaning
         self.layers: list[Layer] = []
         self._rows = np.zeros(0, np.int64)
-        self._prompt = 0
+        self._tokens = np.zeros(0, np.int64)
 
     def prefill(self, parts: Sequence[Segment]) -> torch.Tensor:
         """Logits [V] behind a prompt; parts of namespace "" are documents."""
         tokens = np.concatenate([np.asarray(part.tokens) for part in parts])
-        self._prompt, config = len(tokens), self.model.config
+        self._tokens, config = tokens, self.model.config
         shape = config.num_key_value_heads, len(tokens), config.head_dim
         self.layers = [
             (torch.zeros(shape).double(), torch.zeros(shape).double())
@@ -79,6 +79,13 @@ class DocumentDecoding:
         computed[:SINK] = computed[-1] = True
         rows = np.flatnonzero(computed)
         return self._feed(tokens[rows], rows)
+
+    def recompute(self, rows: Any) -> torch.Tensor:
+        """Logits [V] behind the prompt once rows [R], the last among them, are computed anew.
+
+        They read each other, and all else as it is.
+        """
+        return self._feed(self._tokens[rows], np.asarray(rows, np.int64))
 
     def step(self, token: int) -> torch.Tensor:
         """Logits [V] behind one more token."""
@@ -122,12 +129,12 @@ class DocumentDecoding:
         """Keys and values as the rows read them, where pages were filled behind the prompt."""
         keys, values = (x.clone() for x in layer)
         end = int(self._rows[0]) - RECENT + 1
-        first = self._prompt // PAGE * PAGE
+        first = len(self._tokens) // PAGE * PAGE
         if self.meaning is not None and len(self._rows) == 1:
             for page in range(first, end, PAGE):
                 span = slice(page, page + PAGE)
                 meant = self.meaning(number, (layer[0][:, span], layer[1][:, span]))
-                seen = slice(max(page, self._prompt, SINK), min(page + PAGE, end))
+                seen = slice(max(page, len(self._tokens), SINK), min(page + PAGE, end))
                 if seen.start < seen.stop:
                     within = slice(seen.start - page, seen.stop - page)
                     keys[:, seen], values[:, seen] = (part[:, within] for part in meant)

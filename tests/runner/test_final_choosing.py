@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from chosen_documents import ReadingChosen, left_out
 from decode_batches import decoding
-from document_decoding import DocumentDecoding, documents, fresh
+from document_decoding import documents, fresh
 from final_tiers import leave_the_device, same
 from kvweave import Store
 from kvweave.payload import KvPayload
@@ -18,7 +19,7 @@ from kvweave.runner import Runner, Strategy
 from kvweave.runner.hand_off import take_over
 from kvweave.runner.tiers.choice import Speeds
 from packed_choosing import expect_packed_choice
-from packed_decoding import RECENT, SINK, apart, steps_of
+from packed_decoding import apart, steps_of
 from page_meaning import Layer, Meaning, random_packing
 from ranked_pages import FULL, kinds_map, top_k
 from strategy_runners import (
@@ -71,48 +72,6 @@ def put(runner: Runner, docs: list[Any]) -> None:
 
 def parts_of(docs: list[Any]) -> list[Any]:
     return [fresh(70, 1), docs[0], fresh(30, 2), docs[1], fresh(90, 4)]
-
-
-class ReadingChosen(DocumentDecoding):
-    """`DocumentDecoding` whose steps leave out what heads have not chosen, as `left` is told."""
-
-    left: np.ndarray | None = None
-    """bool [L, G, T]."""
-
-    def _attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any):
-        if self.left is None:
-            return super()._attend(module, query, key, value, mask, **named)
-        layer, rows = self.layers[module.layer_idx], torch.from_numpy(self._rows)
-        layer[0][:, rows], layer[1][:, rows] = key[0].double(), value[0].double()
-        keys, values = self._read(module.layer_idx, layer)
-        hidden = torch.from_numpy(self.left[module.layer_idx])
-        group = query.shape[1] // keys.shape[0]
-        keys, values, hidden = (x.repeat_interleave(group, 0) for x in (keys, values, hidden))
-        logits = query[0].double() @ keys.transpose(1, 2) * named["scaling"]
-        out = logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ values
-        return out[None].to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-def left_out(runner: Runner, sequence: Any) -> np.ndarray:
-    """What the newest step's heads left out of all tokens, bool [L, G, T]."""
-    slots = next(s for s in runner._decoder._slots if sequence in s.members)
-    choice, pool, total = slots.packed._choice, runner.packed, sequence.request.length
-    entries = sequence.packed.entries()
-    left = np.zeros((LAYERS, HEADS, total), bool)
-    row = choice._rows[sequence]
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            window, sink = pool.heads.sights[layer, head].tolist()
-            if window:
-                left[layer, head, sink : total - window] = True
-            if pool.heads.budget_of[layer, head] < 0:
-                continue
-            count = int(choice.selected[row, layer, head])
-            chosen = choice.chosen[row, layer, head, :count].tolist()
-            for at, (_, begin, end, position, _) in enumerate(entries.tolist()):
-                span = slice(max(position, SINK), min(position + end - begin, total - RECENT))
-                left[layer, head, span] |= at not in chosen
-    return left
 
 
 @pytest.mark.parametrize("of", KINDS)
