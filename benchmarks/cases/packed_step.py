@@ -106,16 +106,18 @@ def stepped(model: torch.nn.Module, load: Load, kv_dtype: str | None, steps: int
     return Row(f"{load.title}: {what}", timing.median_s * 1e3, "ms", timing.p95_s * 1e3, beside)
 
 
-def timed(runner: Runner, batch: Sequence[Decoding], steps: int) -> list[float]:
+def timed(
+    runner: Runner, batch: Sequence[Decoding], steps: int, warm: int = WARM_STEPS
+) -> list[float]:
     """Seconds of so many steps of a batch, behind some in which what they launch is captured."""
     times = []
-    for _ in range(WARM_STEPS + steps):
+    for _ in range(warm + steps):
         start = time.perf_counter()
         said = runner._decoder.step(batch)
         times.append(time.perf_counter() - start)
         for sequence, token in zip(batch, said.tolist(), strict=True):
             sequence.tokens.append(token)
-    return times[WARM_STEPS:]
+    return times[warm:]
 
 
 def is_captured(runner: Runner) -> bool:
