@@ -208,7 +208,8 @@ def main(words: list[str] | None = None) -> int:
 
 def versions_of(run: dict[str, Any]) -> dict[str, str]:
     """The packages that our own contenders had; none of a run of vLLM's."""
-    return {} if run["case"] == VLLM_CASE else run["machine"]["packages"]
+    packages: dict[str, str] = {} if run["case"] == VLLM_CASE else run["machine"]["packages"]
+    return packages
 
 
 def as_part(run: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
