@@ -42,6 +42,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "python -m benchmarks.vllm.soak --seconds 560 --mode int4 half-int4 planes-3 segments",
         "python -m benchmarks.vllm.soak --seconds 480 --mode server",
     ),
+    "vllm_soak_long": (
+        "python -m benchmarks.vllm.soak --seconds 1860 --quiet-seconds 600 --mode segments",
+        "python -m benchmarks.vllm.soak --seconds 1810 --quiet-seconds 300 --mode server",
+    ),
+    "vllm_own_tests": ("python -m benchmarks.vllm.own_tests --folder FOLDER",),
     "cuda_ops": ("kvweave bench ops",),
     "vllm_bench": (
         f"{BENCH} --engines mapped stock --store-gib 22 --rate 4 --rag '{{\"documents\": 32}}'",

@@ -3,9 +3,9 @@
 `python -m benchmarks.vllm.own_tests --folder FOLDER [PATHS…]` runs the tests that touch what the
 plugin registers (attention backends, block tables, prefix caching, KV connectors) from vLLM's
 source distribution, of the version that is installed, twice: with no plugin, and with ours loaded
-before any test. What became of another in the two runs is listed, and the exit status is 1 then.
-What FOLDER does not have yet comes from the package index, by pip; for a machine without a network
-it is made elsewhere by `--fetch VERSION`.
+before any test. What became of another in the two runs is listed, and the exit status is 1 then;
+`--record` keeps how many tests ended in which way. What FOLDER does not have yet comes from the
+package index, by pip; for a machine without a network it is made elsewhere by `--fetch VERSION`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import os
 import subprocess
 import sys
 import tarfile
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
+from benchmarks.quality.sampled import show
 from benchmarks.vllm import registered
+from kvweave.lab.bench.rows import Row
 
+CASE = "vllm_own_tests"
 PATHS = (
     "tests/v1/attention/test_attention_backends.py",
     "tests/v1/attention/test_attention_splitting.py",
@@ -104,6 +108,17 @@ def differences(without: Outcomes, with_ours: Outcomes) -> list[str]:
     return [f"{name}: {before} without, {now} with" for name, before, now in pairs if before != now]
 
 
+def rows_of(found: dict[str, Outcomes]) -> list[Row]:
+    """How many tests became of what with the plugin, and without it."""
+    now, before = (Counter(found[name].values()) for name in ("with", "without"))
+    rows = [
+        Row(f"tests that end as {kind}", now[kind], "", None, {"without the plugin": before[kind]})
+        for kind in sorted(now | before)
+    ]
+    changed = differences(found["without"], found["with"])
+    return [*rows, Row("tests that end otherwise than without", len(changed), "", None, {})]
+
+
 def isolated(folder: Path, source: Path) -> Path:
     """The tests apart from vLLM's sources, which the installed package must not be taken for."""
     apart = folder / "apart"
@@ -130,6 +145,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="of vLLM's source")
     parser.add_argument("--fetch", metavar="VERSION", help="download its source, and run nothing")
     parser.add_argument("--limit", type=float, default=3600, help="seconds a run may take")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/records")
     parser.add_argument("paths", nargs="*", default=list(PATHS), help="files of tests")
     chosen = parser.parse_args(words)
     wanted = chosen.fetch or version_installed()
@@ -146,10 +162,7 @@ def main(words: list[str] | None = None) -> int:
             name: ran(apart, paths, plugins, folder / f"{name}.xml", chosen.limit, tools)
             for name, plugins in PLUGINS.items()
         }
-    for name, outcomes in found.items():
-        kinds = sorted(set(outcomes.values()))
-        counted = [f"{list(outcomes.values()).count(kind)} {kind}" for kind in kinds]
-        print(f"{name} the plugin: {', '.join(counted) or 'no tests'}")
+    show(CASE, rows_of(found), chosen.record)
     changed = differences(found["without"], found["with"])
     print(*changed, sep="\n")
     return int(bool(changed) or not found["with"])

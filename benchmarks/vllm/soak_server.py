@@ -45,7 +45,7 @@ LEAVE, SPY = 0.15, 0.1
 """Chances of a request: its client leaves the stream, or it is a stranger's."""
 PAUSE_S, RESET, SLEEP = 1.0, 0.1, 0.05
 """Between changes of documents; chances of a change: caches are reset, the engine sleeps."""
-START_S = 600
+START_S = 3000
 MOST_GROWTH = 32
 """MiB that a server may seem to gain over the second half of a load."""
 EVENTS = ("put", "dropped", "left", "spied", "reset", "slept", "answers")

@@ -115,6 +115,14 @@ def test_what_became_of_another_is_listed(tmp_path: Path) -> None:
         "a::one: passed without, failed with",
         "c::one: missing without, passed with",
     ]
+    rows = own_tests.rows_of({"without": before, "with": now})
+    assert [(row.name, row.value, row.of.get("without the plugin")) for row in rows] == [
+        ("tests that end as error", 1, 1),
+        ("tests that end as failed", 2, 1),
+        ("tests that end as passed", 1, 1),
+        ("tests that end as skipped", 1, 1),
+        ("tests that end otherwise than without", 2, None),
+    ]
 
 
 def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:

@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch._dynamo.config
-import vllm
 from vllm.config import CompilationMode
 
-from kvweave.adapters.vllm import versions
 from test_head_split import PROMPTS, SIZES, Masked, checkpoint_of, is_split, ours, written
 from test_top_k import KINDS, defined
 from test_top_k import written as written_ranked
-from vllm_engines import answers, engine, same
+from vllm_engines import OURS, STOCK, answers, engine, same
 
 # Compiling takes most of a minute.
-pytestmark = pytest.mark.skipif(
-    not versions.is_known(vllm.__version__, ("0.26",)), reason="compiled in vLLM 0.26 alone"
-)
+pytestmark = [
+    pytest.mark.usefixtures("compiling"),
+    pytest.mark.skipif(os.environ["VLLM_TARGET_DEVICE"] != "cpu", reason="compares f32 on the CPU"),
+]
 
 
 @pytest.fixture
@@ -35,8 +34,18 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("compiling")
-@pytest.mark.skipif(os.environ["VLLM_TARGET_DEVICE"] != "cpu", reason="compares f32 on the CPU")
+def test_the_backend_answers_as_stock_does(checkpoint) -> None:
+    """Both compiled, and stock as it is without."""
+    model, found = checkpoint_of(checkpoint, "llama"), []
+    for choice, eager in ((STOCK, True), (STOCK, False), (OURS, False)):
+        with engine(model, choice, enforce_eager=eager) as llm:
+            found.append(answers(llm, PROMPTS, 8))
+            worker = llm.llm_engine.model_executor.driver_worker.worker
+            assert getattr(worker.model_runner.model.model, "compiled", False) is not eager
+    same(found[1], found[0])
+    same(found[2], found[1])
+
+
 def test_split_heads_are_masked_ones(checkpoint, tmp_path: Path) -> None:
     """Chunks, mixed batches and decode steps of a compiled graph with split heads."""
     path = written(tmp_path, sink=20, recent=40)
@@ -54,8 +63,6 @@ def test_split_heads_are_masked_ones(checkpoint, tmp_path: Path) -> None:
     same(got, wanted)
 
 
-@pytest.mark.usefixtures("compiling")
-@pytest.mark.skipif(os.environ["VLLM_TARGET_DEVICE"] != "cpu", reason="compares f32 on the CPU")
 def test_top_k_heads_are_the_definition(checkpoint, tmp_path: Path) -> None:
     """The same of heads that choose pages."""
     path, model = written_ranked(tmp_path, KINDS), checkpoint_of(checkpoint, "llama")

@@ -78,6 +78,31 @@ def sampled(logits: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
     return (logits - noise.log()).argmax(-1)
 
 
+def verified(
+    out: torch.Tensor,
+    ends: torch.Tensor,
+    drafts: torch.Tensor,
+    wanted: torch.Tensor,
+    beyond: torch.Tensor,
+    greedy: torch.Tensor | None,
+    most: int,
+) -> None:
+    """Of each request its likeliest tokens up to the first draft that is another, that included.
+
+    Drafts and `wanted` [rows], requests one after another up to `ends`; where all are the same the
+    one of `beyond` follows. `out` [requests, most + 1] keeps what is behind.
+    """
+    assert greedy is None
+    start = 0
+    for request, end in enumerate(ends.tolist()):
+        others = (drafts[start:end] != wanted[start:end]).nonzero()[:, 0]
+        count = int(others[0]) + 1 if len(others) else end - start
+        out[request, :count] = wanted[start : start + count]
+        if not len(others):
+            out[request, count] = beyond[request]
+        start = end
+
+
 def write_cache(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -211,6 +236,8 @@ OPS: dict[str, Callable[..., Any]] = {
     " Tensor weights, Tensor chosen, bool unweighted, str act, str isa) -> ()": experts,
     "greedy_argmax(Tensor x) -> Tensor": lambda x: x.argmax(-1),
     "fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor": sampled,
+    "rejection_greedy_sample_kernel_impl(Tensor(a!) out, Tensor ends, Tensor drafts, Tensor wanted,"
+    " Tensor beyond, Tensor? greedy, SymInt most) -> ()": verified,
     "silu_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(functional.silu),
     "gelu_tanh_and_mul(Tensor(a!) out, Tensor x) -> ()": gated(
         lambda x: functional.gelu(x, approximate="tanh")

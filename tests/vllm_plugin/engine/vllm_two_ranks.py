@@ -1,7 +1,8 @@
-"""Parts of the plugin on two ranks of tensor parallelism: a program that prints JSON lines.
+"""Parts of the plugin on two ranks, of tensor parallelism mostly: a program that prints JSON lines.
 
 Its arguments are a part, and `ray` where Ray shall start the ranks: each is then on a node of its
-own. `attended`: the attention backend alone. `mapped`: segments beside a head map; the ranks have
+own. `attended`: the attention backend alone, `stages`: the same by two stages of pipeline
+parallelism, beside an engine of one rank. `mapped`: segments beside a head map; the ranks have
 their first whole heads in different layers, and kvweave's Runner stands beside them. `packed`:
 segments in packed pages, also from a folder, `pages`: virtual pages, each beside an engine of one
 rank. `top_k`: heads that choose pages, `far`: those over virtual pages in the host's memory, each
@@ -74,19 +75,49 @@ Ranks = dict[str, Any]
 """Options of an engine: who starts its ranks, and how many."""
 
 
+def say_answers(llm: Any) -> None:
+    """What an engine says to prompts in steps that prefill and decode."""
+    from vllm_engines import answers, prompt
+
+    found = answers(llm, [prompt(length, length) for length in (5, 40, 100, 33, 1, 250)], 12)
+    say(said=[one.tokens for one in found], logprobs=[one.logprobs for one in found])
+
+
 def attended(folder: Path, ranks: Ranks) -> None:
-    """Prompts in steps that prefill and decode; and the nodes that the ranks are on, under Ray."""
+    """Prompts in mixed steps; and the nodes that the ranks are on, under Ray."""
     from families import tiny
-    from vllm_engines import OURS, answers, engine, prompt
+    from vllm_engines import OURS, engine
 
     # Callables go to workers, who are processes of their own.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     tiny("llama").save_pretrained(folder / "model")
     with engine(folder / "model", OURS, **ranks) as llm:
-        found = answers(llm, [prompt(length, length) for length in (5, 40, 100, 33, 1, 250)], 12)
-        say(said=[one.tokens for one in found], logprobs=[one.logprobs for one in found])
+        say_answers(llm)
         if ranks["distributed_executor_backend"] == "ray":
             say(nodes=llm.collective_rpc(vllm_ray.node))
+
+
+def with_room(worker: Any) -> None:
+    """In a worker: room for what a stage hears of the one before it.
+
+    On CPUs vLLM 0.33 takes it only where it compiles, in the pass that warms a model up.
+    """
+    worker.model_runner.profile_run()
+
+
+def stages(folder: Path, ranks: Ranks) -> None:
+    """The same prompts by one rank, and by two of which each has half of the layers."""
+    from families import tiny
+    from vllm_engines import OURS, engine
+
+    # Callables go to workers, who are processes of their own.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    tiny("llama").save_pretrained(folder / "model")
+    staged = {**ranks, "tensor_parallel_size": 1, "pipeline_parallel_size": 2}
+    for started in ({}, staged):
+        with engine(folder / "model", OURS, **started) as llm:
+            llm.collective_rpc(with_room)
+            say_answers(llm)
 
 
 def packed(folder: Path, ranks: Ranks) -> None:
@@ -293,6 +324,7 @@ def drafted(folder: Path, ranks: Ranks) -> None:
 
 PARTS = {
     "attended": attended,
+    "stages": stages,
     "mapped": mapped,
     "packed": packed,
     "pages": pages,
