@@ -48,7 +48,8 @@ CLAIMS = (
         "second (Llama-3.1-8B), 1.44 to 1.46 times (Mistral-7B)",
         "200 requests of that kind at once, 4 layers of the Llama-3.1-8B shape and 2 GiB of the "
         "device for KV: {} times our own dense engine, {} times vLLM 0.26 with as much memory; "
-        "all layers and 64 GiB, of which prefills take a half: {} times our own, {} times vLLM 0.33",
+        "all layers and 64 GiB, where prefills take half of the time: {} times our own, {} times "
+        "vLLM 0.33",
         (
             row("host_load", f"{LOAD}: tokens in and out", "× all"),
             row("host_load", f"{LOAD}: tokens in and out", "× vLLM"),
