@@ -55,6 +55,7 @@ def test_ranks_on_two_nodes_attend_as_those_of_one(executor: str) -> None:
         assert a == pytest.approx(b, abs=1e-5)
 
 
+@pytest.mark.long
 def test_two_stages_attend_as_one_rank() -> None:
     """Each stage has the keys and values of its own layers."""
     one, two = two_ranks("stages")
