@@ -24,6 +24,7 @@ REFUSED = {
 """Words of the command that ask for a setting beside which nothing is reused."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("setting", REFUSED)
 def test_a_server_is_refused(checkpoint: Callable[..., Path], tmp_path: Path, setting: str) -> None:
     """Nobody's marks are passed over: the server ends, and its log has the error and the reason."""
