@@ -58,7 +58,8 @@ ROOM = 2
 class Load:
     """So many requests of so many tokens and a few more, in some layers of a model.
 
-    `segment`: tokens of a segment that is packed finally. Of each kind so many `steps` are timed.
+    `segment`: tokens of a segment that is packed finally. Of each kind so many `steps` are timed,
+    behind `warm` others.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Load:
     tokens: int
     segment: int
     steps: int
+    warm: int = WARM_STEPS
 
     @property
     def title(self) -> str:
@@ -79,7 +81,7 @@ class Load:
     @property
     def limit(self) -> int:
         """Tokens that a request says at most."""
-        return self.steps + WARM_STEPS + 8
+        return self.steps + self.warm + 8
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ ON_GPU = tuple(
     for requests in (1, 8, 16)
 )
 QUICK = (Load("Llama-3.1-8B", 2, 4, 16_384, 16_384, 8),)
-ON_CPU = (Load("tiny Llama", 2, 2, 2560, 2560, 4),)
+ON_CPU = (Load("tiny Llama", 2, 2, 2560, 2560, 4, 4),)
 
 
 def run(quick: bool) -> list[Row]:
@@ -153,7 +155,7 @@ def _row(model: Any, load: Load, kind: Kind) -> Row:
         if not kind.captured:
             runner._decoder.graphs = None
         batch = list(_documents(runner, load) if kind.document else _texts(runner, load, kind))
-        times = timed(runner, batch, load.steps, WARM_STEPS)
+        times = timed(runner, batch, load.steps, load.warm)
         if runner.spec.device.type == "cuda":
             said = f"{kind.name}: expected captured steps: {kind.captured}, got the opposite"
             expect(is_captured(runner) == kind.captured, said)

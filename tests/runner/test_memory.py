@@ -92,8 +92,14 @@ def graphs(monkeypatch) -> Any:
     return made
 
 
+def a_size() -> Any:
+    """A step of a size that reads no packed pages, before its first."""
+    known = {"graph": None, "logits": None, "packed": None, "is_due": True}
+    return SimpleNamespace(tried=False, steps=0, **known)
+
+
 def test_a_capture_without_room_is_tried_again(graphs) -> None:
-    size: Any = SimpleNamespace(tried=False, graph=None, logits=None)
+    size = a_size()
     graphs.errors = [torch.OutOfMemoryError("Tried to allocate 2.00 GiB")]
     captured = []
     for _ in range(5):
@@ -105,7 +111,7 @@ def test_a_capture_without_room_is_tried_again(graphs) -> None:
 
 
 def test_a_capture_that_fails_otherwise_is_the_last(graphs) -> None:
-    size: Any = SimpleNamespace(tried=False, graph=None, logits=None)
+    size = a_size()
     graphs.errors = [RuntimeError("operation not permitted when stream is capturing")]
     for _ in range(4):
         assert graphs._run(size, None) == "logits"
@@ -114,7 +120,7 @@ def test_a_capture_that_fails_otherwise_is_the_last(graphs) -> None:
 
 
 def test_a_first_step_without_room_stays_the_first(graphs, monkeypatch) -> None:
-    size: Any = SimpleNamespace(tried=False, graph=None, logits=None)
+    size = a_size()
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
