@@ -44,7 +44,13 @@ def test_steps_are_timed_over_packed_pages_of_every_kind() -> None:
     rows = packed_kinds.stepped(random_model(load.model, "cpu", layers=load.layers), load)
     assert [row.name for row in rows] == [f"{load.title}: {k.name}" for k in packed_kinds.KINDS]
     assert all(row.value > 0 for row in rows)
-    exact, packed, _, shared, chosen, _, basis, own, mixed = (row.of["KV GB"] for row in rows)
+    held = {kind.name: row.of["KV GB"] for kind, row in zip(packed_kinds.KINDS, rows, strict=True)}
+    exact, packed, shared = held["exact"], held["INT4"], held["INT4, a document that all share"]
+    chosen, basis = held["INT4, a tenth chosen every 16 steps"], held["half-int4"]
+    own, mixed = (
+        held["half-int4, segments in bases of their own"],
+        held["segments in three formats"],
+    )
     # One document in the place of two, and pages of a half, or in part of a half and a quarter.
     assert shared < packed == chosen < exact
     assert basis == own < packed
