@@ -144,7 +144,7 @@ class ChosenTexts:
         self, chosen: torch.Tensor, selected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Whose each chosen entry [B, G, W] is, −1 of what does not count, and its number there."""
-        at = (self.begins[:, None, None] + chosen).clamp_(0, max(0, len(self.whose) - 1))
+        at = (self.begins[:, None, None] + chosen).clamp_(0, len(self.whose) - 1)
         counts = torch.arange(chosen.shape[-1], device=chosen.device) < selected[..., None]
         return torch.where(counts, self.whose[at], -1), self.numbers[at]
 

@@ -170,12 +170,12 @@ class PackedChoice:
                 assert sequence.packed is not None
                 sequence.packed.read_in_part(int(positions[number]))
         index = self._index_of(rows, requests)
+        made = ChosenPacked(self, index, tuple(rankings), texts)
+        if made.ranks:
+            return made
         steady = self._steady.get(requests)
-        if any(ranking is not None for ranking in rankings):
-            return ChosenPacked(self, index, tuple(rankings), texts)
         if steady is None or steady.texts is not texts:
-            steady = ChosenPacked(self, index, (None,) * len(rankings), texts)
-            self._steady[requests] = steady
+            self._steady[requests] = steady = made
         return steady
 
     def _index_of(self, rows: Int64, requests: int) -> torch.Tensor:
