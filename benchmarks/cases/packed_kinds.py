@@ -41,7 +41,7 @@ from kvweave.ops.packed_kv import Preset
 from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner import Packing, Segment, Strategy
 from kvweave.runner.decode import Decoding
-from kvweave.runner.kv.final_texts import FinalText, FormatPages
+from kvweave.runner.kv.final_text import FormatData
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
 from kvweave.runner.model.model_spec import describe
@@ -229,17 +229,14 @@ def _in_formats(pool: PackedPool, packed: PackedPrefix, first: int, end: int) ->
     assert final is not None
     held = packed.request.fork()
     held.truncate(end)
-    parts = []
+    made = []
     formats = _mixed(pool.head_dim)
     for number, of in enumerate(formats):
         ranks = np.arange(number, pool.block_pages, len(formats))
         basis = _random_basis(pool.device, len(ranks), of)
         data = _random_pages(pool, of, basis, len(blocks), len(ranks))
-        parts.append(FormatPages.of(data, of, ranks, basis, pool.heads))
-    text = FinalText(held, tuple(parts), 0.0, 0, blocks)
-    said = f"expected room for {text.nbytes} bytes beside the pool, got {final.most_bytes} in all"
-    expect(final.has_room(len(blocks), text.nbytes), said)
-    final.take(text)
+        made.append(FormatData(of, ranks, data, basis))
+    final.take(held, blocks, made, (0.0, 0))
 
 
 def _random_pages(

@@ -13,7 +13,7 @@ import torch
 from families import tiny
 from kvweave import ops
 from kvweave.runner import Packing, Runner, Strategy
-from kvweave.runner.kv.final_texts import FinalText
+from kvweave.runner.kv.final_text import FinalText
 from kvweave.runner.tiers import strategies
 from packed_decoding import packed_runner
 from page_meaning import Layer, Meaning, of_format
@@ -56,9 +56,9 @@ def formats_of(text: FinalText) -> dict[int, tuple[ops.PackedFormat, torch.Tenso
     """Of each page of a block its format and its basis [2, rows, D]."""
     known = {}
     for part in text.parts:
-        bases = part.pages.bases
+        basis = part.basis
         for at, rank in enumerate(part.ranks.tolist()):
-            known[rank] = part.pages.format, None if bases is None else bases.data[0, at]
+            known[rank] = part.format, None if basis is None else basis[at]
     return known
 
 
@@ -104,4 +104,6 @@ def all_is_back(runner: Runner) -> bool:
     backed = np.sort(places[places >= 0])
     sound = np.array_equal(backed, pool.block_pages * np.arange(1, 1 + len(backed)))
     known = pool.stats()
-    return sound and known["held"] == known["final_bytes"] == 0 and final.kept_back == final.extra
+    memory = final.memory
+    empty = known["held"] == known["final_bytes"] == 0 and memory.fits([(memory.most_bytes, 1)])
+    return sound and empty and final.kept_back == final.extra

@@ -20,7 +20,7 @@ from kvweave import InvalidArgument, PoolFull, ops
 from kvweave.payload import KvPayload
 from kvweave.runner import Packing, Runner, Strategy
 from kvweave.runner.hand_off import take_over
-from kvweave.runner.kv.final_texts import FormatPages
+from kvweave.runner.kv.final_text import FormatData, FormatPages
 from packed_decoding import packed_runner, steps_of
 from page_meaning import random_packing
 from payloads import refused, resealed, spoiled_bytes_are_refused
@@ -184,7 +184,7 @@ def test_one_without_room_is_refused(model: Any) -> None:
     assert back(small)
     # The first of two finds room; it goes all the same.
     size = min(text.nbytes for text in here.packed.final.texts)
-    assert size < small.packed.final.most_bytes
+    assert size < small.packed.final.memory.most_bytes
 
 
 def test_another_strategys_formats_are_refused(model: Any) -> None:
@@ -212,17 +212,17 @@ def test_who_is_interrupted_midway_leaves_nothing(model: Any, monkeypatch: Any, 
     here, there = runner_with(model), runner_with(model)
     payload, wanted = handed_over(here, with_documents(here))
     first = len(payload.header.packed.texts[0].formats.formats)
-    made, count = FormatPages.of, 0
+    fill, count = FormatPages.fill, 0
 
-    def stops(*given: Any) -> FormatPages:
+    def stops(self: FormatPages, made: FormatData) -> None:
         nonlocal count
         count += 1
         if count == (1 if at == 1 else first + 1):
             raise KeyboardInterrupt
-        return made(*given)
+        fill(self, made)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FormatPages, "of", stops)
+        patched.setattr(FormatPages, "fill", stops)
         with pytest.raises(KeyboardInterrupt):
             taken(there, payload)
     assert back(there)

@@ -108,7 +108,7 @@ def test_what_is_cached_makes_room_for_what_comes(model: Any) -> None:
         runner.flush()
         wanted.append(logits_behind(runner, doc)[0])
         leave_the_device(runner)
-    size, sources = runner.packed.final.most_bytes, []
+    size, sources = runner.packed.final.memory.most_bytes, []
     for number in (0, 1, 2, 0, 3, 0, 1, 2, 3):
         got, found = logits_behind(runner, docs[number])
         assert found in (["host"], ["device"])
@@ -141,7 +141,7 @@ def test_one_without_room_is_computed_and_who_reads_goes_on(model: Any) -> None:
     with runner.prefill(prompt_of(docs[0]), "naive", **ASKED) as done:
         sequence = decoding(runner, done, 20)
         logits = steps_of(runner, sequence, 3)
-        fit = runner.packed.final.most_bytes // text_of(runner).nbytes
+        fit = runner.packed.final.memory.most_bytes // text_of(runner).nbytes
         assert fit == 1
         got, found = logits_behind(runner, docs[1])
         assert found == ["computed"]

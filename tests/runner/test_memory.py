@@ -94,8 +94,8 @@ def graphs(monkeypatch) -> Any:
 
 def a_size() -> Any:
     """A step of a size that reads no packed pages, before its first."""
-    known = {"graph": None, "logits": None, "packed": None, "is_due": True}
-    return SimpleNamespace(tried=False, steps=0, **known)
+    known = {"graph": None, "logits": None, "packed": None}
+    return SimpleNamespace(tried=False, **known)
 
 
 def test_a_capture_without_room_is_tried_again(graphs) -> None:

@@ -157,7 +157,7 @@ def test_pages_that_lose_more_than_their_sample_are_chosen_anew(
     made = strategies.ChosenFormats([Part(x, packs)], 4, 20 * 64, {"axes": axes}, *known)
     assert made.most_lost <= 0.3
     assert sum(made.formats.values()) == 4
-    for of, ranks, data, _ in made.made:
+    for of, ranks, data in ((each.format, each.ranks, each.data) for each in made.made):
         assert data.shape == (20, len(ranks), of.page_bytes)
         y = exact_of([Part(x, packs)])[ranks]
         basis, sides = axes[0, 0].double().numpy(), y.reshape(-1, 1280, DIM)

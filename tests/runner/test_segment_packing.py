@@ -20,7 +20,7 @@ from kvweave.adapters.transformers import PagedCache
 from kvweave.payload import KvPayload
 from kvweave.runner import Packing, Runner, Strategy
 from kvweave.runner.hand_off import take_over
-from kvweave.runner.kv.final_texts import FinalText
+from kvweave.runner.kv.final_text import FinalText
 from kvweave.runner.tiers import final_packing, strategies
 from kvweave.runner.tiers.final_packing import NO_ROOM
 from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
@@ -293,7 +293,7 @@ def test_later_segments_make_room_before_those_that_they_follow(model: Any) -> N
         runner.prefill(random_tokens(PROMPT, 20 + seed), "full").release()
         runner.flush()
         final = runner.packed.final
-        assert final.nbytes <= final.most_bytes
+        assert final.nbytes <= final.memory.most_bytes
         runner.packed.cache.check()
         held = [text.held.length for text in texts_of(runner)]
         assert all(length in (SEGMENT, 2 * SEGMENT) for length in held)

@@ -2,13 +2,14 @@
 
 They choose among all packed entries of a request, by bounds of the exact keys, whatever is packed
 how. So what they chose stays right when a text is packed finally. What was chosen is then read part
-by part: of the pool's pages, and of each text format by format, each head in the one that it has.
+by part: of the pool's pages, and of all texts format by format, each head in the one that it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +17,9 @@ import torch
 from kvweave import ops
 from kvweave.ops import Reach, RopeTable, Workspace
 from kvweave.runner.decode.entry_room import EntryRoom
-from kvweave.runner.decode.final_reads import FinalRead
 from kvweave.runner.decode.sampling import Int64
-from kvweave.runner.kv.final_texts import FinalEntries, FinalText
+from kvweave.runner.decode.text_pages import IN_POOL, Layers, TextPages, joined
+from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send_index
@@ -26,8 +27,8 @@ from kvweave.runner.kv.tables import Int32, send_index
 Listed = tuple[torch.Tensor, torch.Tensor]
 """Entries i32 [N, 5] of B requests and offsets of their tables."""
 
-IN_POOL = 0
-"""Whose entries are in the pool's format; those of texts are the numbers from 1 on."""
+_UNREAD = -1
+"""The form of a number that counts for nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,58 +36,56 @@ class ChosenTexts:
     """All packed entries of a batch, as heads choose among them, and where each is read.
 
     Entries of the `room` name blocks of the books. `begins` i64 [B]: where those of a request
-    begin. `whose` i64 [N]: the text that an entry is of, and `numbers` i64 [N]: which of that
-    text's entries of the request it is. `reads`: of each text and format what the batch reads.
+    begin. `whose` i64 [N]: the text that an entry is of, by its row in `texts`, and `numbers` i64
+    [N]: of which block of it, or which of the request's entries in the pool. `layers`: of each form
+    of `texts` those in which any head that chooses reads it.
     """
 
     room: EntryRoom
     begins: torch.Tensor
     whose: torch.Tensor
     numbers: torch.Tensor
-    reads: tuple[tuple[int, FinalRead], ...]
+    texts: TextPages
+    layers: Layers
 
     @staticmethod
     def of(
         packed: Sequence[Int32],
         final: Sequence[Sequence[FinalEntries]],
-        reads: Sequence[FinalRead],
+        texts: TextPages,
         pool: PackedPool,
         before: ChosenTexts | None = None,
     ) -> ChosenTexts:
-        """Of the entries of requests, those of their texts, and what is read of these.
+        """Of the entries of requests, those of their texts, and where these have their pages.
 
-        Where the same is read as `before`, and there is room, it lies there: that one is returned.
+        Where there is room `before`, and it reads as much, it lies there: that one is returned.
         """
-        texts = dict.fromkeys(text for some in final for text, _ in some)
-        named = {text: 1 + at for at, text in enumerate(texts)}
         whose, numbers = [], []
         for entries, some in zip(packed, final, strict=True):
-            own = _whose(entries, some, named)
-            # The n-th of each text's entries, and of those of the pool.
-            order = np.argsort(own, kind="stable")
-            begins = np.searchsorted(own[order], own[order])
-            number = np.empty(len(own), np.int64)
-            number[order] = np.arange(len(own)) - begins
+            own, number = np.full(len(entries), IN_POOL, np.int64), np.zeros(len(entries), np.int64)
+            for text, its in some:
+                at = np.isin(entries[:, 0], text.blocks)
+                own[at], number[at] = texts.named[text], its[:, 0]
+            in_pool = own == IN_POOL
+            number[in_pool] = np.arange(in_pool.sum())
             whose.append(own)
             numbers.append(number)
-        known = tuple((named[read.text], read) for read in reads)
+        layers = texts.layers(pool.heads.budget_of >= 0)
         count, requests = sum(map(len, packed)), len(packed)
-        if before is None or not before._serves(known, count, requests):
+        if before is None or not before._serves(texts, layers, count, requests):
             room = EntryRoom.of(count, requests, pool)
             index = torch.zeros((2, len(room.entries)), dtype=torch.int64, device=pool.device)
-            before = ChosenTexts(room, index.new_zeros(requests), index[0], index[1], known)
+            rows = index.new_zeros(requests), index[0], index[1]
+            before = ChosenTexts(
+                room, *rows, texts, joined(layers, {} if before is None else before.layers)
+            )
         before._write(packed, np.concatenate(whose), np.concatenate(numbers))
         return before
 
-    def _serves(
-        self, reads: tuple[tuple[int, FinalRead], ...], entries: int, requests: int
-    ) -> bool:
-        """Whether it has room for so many entries of as many requests, of which these are read."""
-        alike = len(reads) == len(self.reads) and all(
-            number == other and read is its
-            for (number, read), (other, its) in zip(reads, self.reads, strict=True)
-        )
-        return alike and requests == len(self.begins) and self.room.fits(entries, requests)
+    def _serves(self, texts: TextPages, layers: Layers, entries: int, requests: int) -> bool:
+        """Whether it has room for so many entries of as many requests, read in these layers."""
+        reads = texts is self.texts and joined(layers, self.layers) == self.layers
+        return reads and requests == len(self.begins) and self.room.fits(entries, requests)
 
     def _write(self, packed: Sequence[Int32], whose: Int64, numbers: Int64) -> None:
         """Writes the entries of requests, one behind the other, and whose they are."""
@@ -107,61 +106,54 @@ class ChosenTexts:
         chosen: tuple[torch.Tensor, torch.Tensor],
         called: tuple[torch.Tensor, torch.Tensor],
         own: Listed,
-        reaches: tuple[Reach, Reach],
+        reaches: tuple[Reach, Reach, Reach],
         rope: RopeTable,
         workspace: Workspace | None,
     ) -> Iterator[States]:
         """Attention and lse of `called`, queries and positions, over what was chosen, part by part.
 
         `chosen`: numbers of entries [B, G, W] and how many count [B, G]. `own`: the entries in the
-        pool. `reaches`: how what is chosen is listed, and how heads read it in the pool.
+        pool. `reaches`: how what is chosen is listed, how heads read it in the pool, and how where
+        entries name pages of their own.
         """
-        listing, in_pool = reaches
-        of = pool.layers[layer]
-        whose, numbers = self._looked_up(*chosen)
-        # Where each part lies, how its heads read it, and which heads these are.
-        parts: list[tuple[int, Listed, ops.PackedKv, torch.Tensor | None]]
-        parts = [(IN_POOL, own, pool.read(layer, of, rope, in_pool), None)]
-        for text, read in self.reads:
-            reach = read.pages.choosing[layer]
-            if reach is not None:
-                count = pool.kv_heads
-                pages = read.pages.pages
-                kv = ops.PackedKv(pages, 0, count, of.scale, rope, None, of.softcap, reach)
-                listed = torch.as_tensor(read.entries), torch.as_tensor(read.offsets)
-                parts.append((text, listed, kv, read.pages.chosen_by[layer]))
-        for text, (entries, offsets), kv, those in parts:
-            theirs = whose == text
-            if those is not None:
-                theirs &= those[None, :, None]
-            some, selected = _those(theirs, numbers)
-            gathered, ends = ops.gather_entries(
-                some, selected, entries, entry_offsets=offsets, reach=listing
-            )
+        listing, in_pool, by_page = reaches
+        of, count = pool.layers[layer], pool.kv_heads
+        forms, numbers, pages = self._looked_up(layer, *chosen)
+        known: dict[str, Any] = {"reach": listing}
+        (some,), selected = _those(forms == IN_POOL, numbers)
+        gathered, ends = ops.gather_entries(some, selected, own[0], entry_offsets=own[1], **known)
+        kv = pool.read(layer, of, rope, in_pool)
+        yield ops.attend_packed(*called, gathered, kv, entry_offsets=ends, workspace=workspace)
+        entries, known["entry_offsets"] = self.listed
+        for form, layers in self.layers.items():
+            if not layers[layer]:
+                continue
+            (some, there), selected = _those(forms == form, chosen[0], pages)
+            gathered, ends = ops.gather_entries(some, selected, entries, **known)
+            gathered[:, 0].copy_(there.flatten())
+            data = pool.text_memory.pages(self.texts.formats[form - 1])
+            kv = ops.PackedKv(data, 0, count, of.scale, rope, None, of.softcap, by_page)
             yield ops.attend_packed(*called, gathered, kv, entry_offsets=ends, workspace=workspace)
 
     def _looked_up(
-        self, chosen: torch.Tensor, selected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whose each chosen entry [B, G, W] is, −1 of what does not count, and its number there."""
+        self, layer: int, chosen: torch.Tensor, selected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each chosen entry [B, G, W] its form, its number in the pool, and its page elsewhere.
+
+        The form of what does not count is `_UNREAD`.
+        """
         at = (self.begins[:, None, None] + chosen).clamp_(0, len(self.whose) - 1)
+        whose, numbers = self.whose[at], self.numbers[at]
+        heads = torch.arange(chosen.shape[1], device=chosen.device)[None, :, None]
+        forms, firsts, steps = (table[whose, layer, heads] for table in self.texts.tables)
         counts = torch.arange(chosen.shape[-1], device=chosen.device) < selected[..., None]
-        return torch.where(counts, self.whose[at], -1), self.numbers[at]
+        return torch.where(counts, forms, _UNREAD), numbers, firsts + numbers * steps
 
 
-def _whose(
-    entries: Int32, some: Sequence[FinalEntries], named: dict[FinalText, int]
-) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The text of each entry, by its name; blocks of the books."""
-    own = np.full(len(entries), IN_POOL, np.int64)
-    for text, _ in some:
-        own[np.isin(entries[:, 0], text.blocks)] = named[text]
-    return own
-
-
-def _those(theirs: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _those(theirs: torch.Tensor, *numbers: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Of numbers [B, G, W] some, in their order at the beginning, and how many i32 [B, G]."""
     order = (~theirs).to(torch.uint8).argsort(dim=-1, stable=True)
     counts = theirs.sum(-1, dtype=torch.int32)
     first = torch.arange(theirs.shape[-1], device=theirs.device) < counts[..., None]
-    return torch.where(first, numbers.gather(-1, order), 0).to(torch.int32), counts
+    found = [torch.where(first, each.gather(-1, order), 0).to(torch.int32) for each in numbers]
+    return found, counts

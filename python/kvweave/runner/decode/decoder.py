@@ -228,5 +228,3 @@ class Decoder:
         """Lets go of a request, or of all that took part in steps."""
         for slots in self._slots:
             slots.forget(request)
-        if self.graphs is not None:
-            self.graphs.forget_texts()

@@ -30,9 +30,6 @@ from kvweave.runner.model.rope import PositionTable, Rotary
 _log = logging.getLogger(__name__)
 
 _MOST_SIZES = 64
-_STEPS_BEFORE_CAPTURE = 32
-"""Steps that read the same final texts before one is captured: others soon read other texts, and a
-capture takes as long as it spares some dozens of steps."""
 
 
 def rows_for(requests: int) -> int:
@@ -97,19 +94,13 @@ class StepSize:
         self.queries: torch.Tensor | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
-        self.tried, self.steps = False, 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the steps before have shown that its graph will serve others."""
-        waits = self.packed is not None and bool(self.packed.final)
-        return self.steps >= (_STEPS_BEFORE_CAPTURE if waits else 1)
+        self.tried = False
 
     def reads(self, packed: PackedTables | None) -> None:
         """Has steps from now on read these packed pages; a graph that knows others is let go."""
         if packed is not self.packed:
             self.packed, self.graph, self.logits = packed, None, None
-            self.tried, self.steps = False, 0
+            self.tried = False
 
     def write(self, slots: DecodeSlots, step: Step) -> None:
         """Sends the patch of one step. The step before must have ended: it read the same memory.
@@ -290,12 +281,6 @@ class StepGraphs:
         size.reads(packed)
         return size
 
-    def forget_texts(self) -> None:
-        """Lets go of graphs that read final texts: what nobody reads any more has no memory."""
-        for size in self._sizes.values():
-            if size.packed is not None and size.packed.final:
-                size.reads(None)
-
     def _forget_moved(self, slots: DecodeSlots, chosen: ChosenStep | None) -> None:
         """Lets go of graphs that know bounds which lie elsewhere now: these take up much room."""
         for key, size in list(self._sizes.items()):
@@ -309,9 +294,8 @@ class StepGraphs:
             return self._forward(size, rope)
         if not size.tried:
             return self._try(size, rope)
-        if size.graph is None and size.is_due:
+        if size.graph is None:
             self._capture(size, rope)
-        size.steps += 1
         if size.graph is None or size.logits is None:
             return self._forward(size, rope)
         size.graph.replay()
@@ -338,7 +322,7 @@ class StepGraphs:
             torch.cuda.set_sync_debug_mode(mode)
         if not self.capturable:
             return self._forward(size, rope)
-        size.tried, size.steps = True, 1
+        size.tried = True
         return logits
 
     def _capture(self, size: StepSize, rope: RopeTable) -> None:

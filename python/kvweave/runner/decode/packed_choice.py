@@ -86,7 +86,8 @@ class ChosenPacked:
         )
         reading = choice.reading[layer]
         if texts is not None:
-            known = (pages, selected), called, listed, (choice.listing, reading), rope, workspace
+            reaches = choice.listing, reading, choice.by_page
+            known = (pages, selected), called, listed, reaches, rope, workspace
             return list(texts.states(layer, pool, *known))
         own, ends = ops.gather_entries(
             pages, selected, entries, entry_offsets=offsets, reach=choice.listing
@@ -128,6 +129,9 @@ class PackedChoice:
         count = pool.kv_heads
         every = np.arange(count, dtype=np.int32)
         self.listing = Reach(2, np.zeros((count, 4), np.int32))
+        by_page = np.zeros((count, 4), np.int32)
+        by_page[:, 0] = 2 * every
+        self.by_page = Reach(2 * count, by_page)
         self._scoring, self.reading = [], []
         for layer in range(pool.cache.shape.layers):
             rows = np.zeros((count, 4), np.int32)
@@ -140,10 +144,6 @@ class PackedChoice:
     def forget(self, sequence: Decoding) -> None:
         """Lets go of what a request has chosen."""
         self._rows.pop(sequence, None)
-
-    def forget_texts(self) -> None:
-        """Lets go of final texts that were chosen from."""
-        self._steady.clear()
 
     def step(
         self,

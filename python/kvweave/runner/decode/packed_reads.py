@@ -22,8 +22,9 @@ from kvweave.packed_page import PAGE_TOKENS
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.entry_room import EntryRoom
-from kvweave.runner.decode.final_reads import FinalRead, final_reads, final_states
+from kvweave.runner.decode.final_reads import FinalReads
 from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
+from kvweave.runner.decode.text_pages import TextPages
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
 from kvweave.runner.kv.packed_prefix import PackedPrefix
@@ -44,7 +45,7 @@ class PackedStep:
     packed: Listed
     aside: Listed | None
     chosen: ChosenPacked | None = None
-    final: Sequence[FinalRead] = ()
+    final: FinalReads | None = None
 
     def merged(
         self,
@@ -69,7 +70,8 @@ class PackedStep:
         if reads:
             kv = self.pool.read(layer, of, rope, reach)
             states += [ops.attend_packed(*called, entries, kv, **known)]
-        states += final_states(self.final, layer, of, rope, called, workspace)
+        if self.final is not None:
+            states += self.final.states(layer, called, rope, workspace)
         if self.aside is not None:
             entries, known["entry_offsets"] = self.aside
             kept, count = self.pool.exact, self.pool.kv_heads
@@ -113,7 +115,7 @@ class PackedTables:
     """
 
     room: PackedRoom
-    final: Sequence[FinalRead]
+    final: FinalReads | None
     chosen: ChosenPacked | None
 
     @property
@@ -129,8 +131,6 @@ class PackedTables:
     def step(self, positions: Table, listed: tuple[int, int] | None = None) -> PackedStep:
         """As `PackedRoom.step`, with all that there is beside the pool's own pages."""
         step = self.room.step(positions, listed)
-        if not self.final and self.chosen is None:
-            return step
         return replace(step, final=self.final, chosen=self.chosen)
 
 
@@ -146,8 +146,10 @@ class PackedReads:
         # Steps until a page of any of them is full, and whether what the next one needs is packed.
         self._rests, self._ahead = 0, False
         self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
-        # What the batch reads of final texts, and which version of these that is.
-        self._final: Sequence[FinalRead] = ()
+        # What the batch reads of final texts, where their pages lie, and which version of these
+        # that is.
+        self._final: FinalReads | None = None
+        self._pages: TextPages | None = None
         self._version = 0
         # Of which entries that is, and what steps know of all, by how many requests have tables.
         self._of_texts: Sequence[Sequence[FinalEntries]] = ()
@@ -167,15 +169,9 @@ class PackedReads:
     def forget(self, sequence: Decoding) -> None:
         """Lets go of a request, and of the batch that it was of: another one is seated next."""
         self.seat(())
+        self._of_texts = ()
         if self._choice is not None:
             self._choice.forget(sequence)
-        if self.pool.final is None:
-            return
-        # Texts that nobody reads any more have no memory.
-        self._final, self._of_texts, self._texts = (), (), None
-        self._tables.clear()
-        if self._choice is not None:
-            self._choice.forget_texts()
 
     def seat(self, batch: Sequence[Decoding]) -> None:
         """Makes these the batch of the next step, or says that something of theirs has changed."""
@@ -256,7 +252,7 @@ class PackedReads:
         """Where the batch's entries lie, brought up to date, with offsets of so many requests."""
         room, final = self._room, self.pool.final
         if final is not None and final.version != self._version:
-            self._version, self._is_listed = final.version, False
+            self._version, self._is_listed, self._of_texts = final.version, False, ()
         of_texts = final is None or requests == len(self._of_texts)
         if self._is_listed and requests <= room.packed.requests and of_texts:
             return room
@@ -288,10 +284,16 @@ class PackedReads:
         nobody = requests - len(some)
         some += [()] * nobody
         if not _are_same(some, self._of_texts):
-            self._of_texts, self._final = some, final_reads(some, self.pool.device)
+            texts = [text for those in some for text, _ in those]
+            self._of_texts = some
+            self._pages = TextPages.of(self.pool, texts, self._pages)
+            self._final = (
+                FinalReads.of(self.pool, some, self._pages, self._final) if texts else None
+            )
         if self._choice is not None:
+            assert self._pages is not None
             entries = [*packed, *[np.zeros((0, 5), np.int32)] * nobody]
-            known = entries, some, self._final, self.pool
+            known = entries, some, self._pages, self.pool
             self._texts = ChosenTexts.of(*known, before=self._texts)
 
     def _more_room(self, counts: tuple[int, int], requests: int) -> PackedRoom:

@@ -7,15 +7,16 @@ a segment of a request's text once prompts may find that; until then it goes wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvweave.cache import KvRequest
-from kvweave.errors import PoolFull
-from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
+from kvweave.runner.kv.final_text import FinalText, FormatData
+from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.tables import Int32
+from kvweave.runner.kv.text_memory import Size
 
 Beginning = tuple[str, int, bytes]
 """Namespace and regime of a text, and its tokens up to the end of its first page."""
@@ -123,7 +124,7 @@ class FinalDocuments:
             self._final.leave(text)
         self._final.give_back(self._is_read)
 
-    def make_room(self, blocks: int, nbytes: int) -> bool:
+    def make_room(self, blocks: int, sizes: Sequence[Size]) -> bool:
         """Whether there is room for a text; those that are cached alone give way to it.
 
         The ones that were used least recently go first, and none where that would not do.
@@ -132,29 +133,24 @@ class FinalDocuments:
         final = self._final
         idle = [text for text in final.texts if text in self._cached]
         idle = [text for text in idle if not self._is_live(text.blocks)]
-        freed = sum(text.nbytes for text in idle)
-        most = final.kept_back + sum(len(text.blocks) for text in idle)
-        if blocks >= most or final.nbytes - freed + nbytes > final.most_bytes:
+        if not final.has_room(blocks, sizes, idle):
             return False
-        while idle and not final.has_room(blocks, nbytes):
+        while idle and not final.has_room(blocks, sizes):
             # Of the texts of one request the later ones go before those that they go on behind.
             text = next((text for text in idle if not self._is_read(text)), idle[0])
             idle.remove(text)
             self._leave(text)
             self.give_back()
-        return final.has_room(blocks, nbytes)
+        return final.has_room(blocks, sizes)
 
-    def expect_room(self, blocks: int, nbytes: int) -> None:
+    def expect_room(self, blocks: int, sizes: Sequence[Size]) -> None:
         """As `make_room`.
 
         # Errors
         `PoolFull` without room.
         """
-        if not self.make_room(blocks, nbytes):
-            left = self._final.most_bytes - self._final.nbytes
-            raise PoolFull(
-                f"packed documents: expected room for {nbytes} bytes beside the pool, got {left}"
-            )
+        if not self.make_room(blocks, sizes):
+            raise self._final.memory.shortage(sizes)
 
     def known(self, tokens: Int32, namespace: str, regime: int) -> KvRequest | None:
         """A request of a text that is here already, if it is."""
@@ -170,7 +166,7 @@ class FinalDocuments:
         tokens: Int32,
         namespace: str,
         regime: int,
-        parts: tuple[FormatPages, ...],
+        made: Sequence[FormatData],
         losses: tuple[float, int],
     ) -> KvRequest:
         """As `FinalTexts.bring`, of a text for which room was made; without a name it is cached.
@@ -178,14 +174,14 @@ class FinalDocuments:
         # Errors
         As there.
         """
-        request, text = self._final.bring(tokens, namespace, regime, parts, losses)
+        request, text = self._final.bring(tokens, namespace, regime, made, losses)
         if not self.is_named(request):
             self._cached.add(text)
         self.hold(request)
         return request
 
     def bring_alone(
-        self, blocks: int, parts: tuple[FormatPages, ...], losses: tuple[float, int]
+        self, blocks: int, made: Sequence[FormatData], losses: tuple[float, int]
     ) -> KvRequest:
         """The same of so many blocks that nobody finds: they go with the request.
 
@@ -193,7 +189,7 @@ class FinalDocuments:
         As there.
         """
         tokens = np.zeros(blocks * self._page_tokens, np.int32)
-        request, text = self._final.bring(tokens, "", 0, parts, losses, found=False)
+        request, text = self._final.bring(tokens, "", 0, made, losses, found=False)
         self.hold(request)
         self._final.leave(text)
         return request

@@ -2,116 +2,27 @@
 
 Pages of a pool have one format, so that any block has room for any text. A text that is packed
 finally by its loss has one for each layer and KV head (MosaicKV, sections 4.3 and 5.5), and so it
-lies in tensors of its own. Its blocks stay its own in the books, so it is found and read as before,
+lies in a memory beside it. Its blocks stay its own in the books, so it is found and read as before,
 but name no memory: what they had goes to blocks that the pool kept back until then. When nobody
 reads it any more its blocks are kept back in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvweave import ops
 from kvweave.cache import KvCache, KvRequest, KvShape
-from kvweave.runner.kv.packed_heads import PackedHeads
-from kvweave.runner.kv.tables import Int32, send_index
-
-Int64 = npt.NDArray[np.int64]
+from kvweave.runner.kv.final_text import FinalText, FormatData, FormatPages, Int64
+from kvweave.runner.kv.tables import Int32
+from kvweave.runner.kv.text_memory import Size, TextMemory
 
 NOWHERE = -1
-
-
-@dataclass(frozen=True, eq=False)
-class FormatPages:
-    """Of a text the pages of one format: of each block those of some layers and KV heads.
-
-    `ranks` i64 [K]: which pages of a block, sorted. `pages` has the null block and then, block by
-    block, K pages. `reaches`: how decode steps read them, layer by layer; None where no head does.
-    `choosing`: the same of heads that choose, over two tables of each, and `chosen_by` bool [L, G]:
-    which these are.
-    """
-
-    pages: ops.PackedPages
-    ranks: Int64
-    reaches: tuple[ops.Reach | None, ...]
-    choosing: tuple[ops.Reach | None, ...]
-    chosen_by: torch.Tensor
-
-    @staticmethod
-    def of(
-        data: torch.Tensor,
-        form: ops.PackedFormat,
-        ranks: Int64,
-        basis: torch.Tensor | None,
-        heads: PackedHeads,
-    ) -> FormatPages:
-        """Of data u8 [blocks, K, bytes] in a basis f32 [K, 2, rows, D], as heads read them."""
-        device, count = data.device, data.shape[0] * data.shape[1]
-        made = ops.PackedPages.zeros(
-            len(ranks) + count, form, device, bases=None if basis is None else basis[None]
-        )
-        made.data[len(ranks) :] = data.flatten(0, 1)
-        chooses = heads.budget_of >= 0
-        places = np.full(chooses.size, NOWHERE, np.int32)
-        places[ranks] = np.arange(len(ranks), dtype=np.int32)
-        at = places.reshape(chooses.shape)
-        read = np.where(heads.reading & ~chooses, at, NOWHERE).astype(np.int32)
-        chosen = np.where(chooses, at, NOWHERE).astype(np.int32)
-        reaches = tuple(map(_reach, read)), tuple(map(_reach_of_each, chosen))
-        return FormatPages(made, ranks, *reaches, torch.from_numpy(chosen != NOWHERE).to(device))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its pages, and of the basis that they are packed in."""
-        bases = self.pages.bases
-        return self.pages.data.nbytes + (0 if bases is None else bases.data.nbytes)
-
-    def blocks(self, numbers: Int32) -> Int32:
-        """The first pages of blocks, by their numbers in the text."""
-        firsts: Int32 = (len(self.ranks) * (1 + numbers)).astype(np.int32)
-        return firsts
-
-    def unpack(self, numbers: Int32, tokens: Int32, into: torch.Tensor, exact: Int32) -> None:
-        """Writes what blocks stand for into the pages of exact blocks [N, n], those of `ranks`."""
-        count, parts = len(self.ranks), exact.shape[1]
-        pages = (exact.reshape(-1, 1).astype(np.int64) + self.ranks).reshape(-1)
-        there = send_index(into.device, pages).long()
-        between = torch.zeros((count * (1 + exact.size), *into.shape[1:]), dtype=into.dtype)
-        between = between.to(into.device)
-        # Slots behind the last token stay as they are.
-        between[count:] = into.index_select(0, there)
-        firsts = count * (1 + np.arange(exact.size, dtype=np.int32)).reshape(-1, parts)
-        packs = np.column_stack((self.blocks(numbers), tokens, firsts)).astype(np.int32)
-        ops.unpack_pages(self.pages, between, packs, pages=count)
-        into.index_copy_(0, there, between[count:])
-
-
-@dataclass(frozen=True, eq=False)
-class FinalText:
-    """A text packed by a strategy of its own.
-
-    `held`: what holds its blocks in the books, and `blocks` their first pages there: those of all
-    of `held`, or the last, where other text comes before. `parts`: its pages, format by format.
-    `most_lost`: the most that a KV head of a layer loses of its keys or values, and `over_bound`
-    how many lose more than they should.
-    """
-
-    held: KvRequest
-    parts: tuple[FormatPages, ...]
-    most_lost: float
-    over_bound: int
-    blocks: Int32
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all of it."""
-        return sum(part.nbytes for part in self.parts)
 
 
 FinalEntries = tuple[FinalText, Int32]
@@ -122,13 +33,13 @@ class FinalTexts:
     """The texts of a pool that are packed finally, and where all blocks of the pool lie.
 
     `backed`: of the blocks that `cache` counts, besides its null block, so many have memory; the
-    others are kept back for as long as no text is final. `most_bytes` of texts at once. All calls
-    are for whoever computes, or are made while nobody does.
+    others are kept back for as long as no text is final. `memory`: where texts lie. All calls are
+    for whoever computes, or are made while nobody does. `version` changes with what is where.
     """
 
-    def __init__(self, cache: KvCache, pages: int, backed: int, most_bytes: int) -> None:
+    def __init__(self, cache: KvCache, pages: int, backed: int, memory: TextMemory) -> None:
         self._cache, self._pages = cache, pages
-        self.most_bytes = most_bytes
+        self.memory = memory
         total = int(cache.stats()["total"])
         self.extra, self._size = total - backed, cache.shape.page_tokens
         # One block more: of a request the first tokens, its prompt, cannot be taken back.
@@ -219,9 +130,7 @@ class FinalTexts:
             some = texts == which
             numbers, tokens, exact = self._number[at[some]], packs[some, 1], packs[some, 2:]
             for part in self._used(which).parts:
-                part = part if ranks is None else _within(part, *ranks)
-                if len(part.ranks):
-                    part.unpack(numbers, tokens, into, exact)
+                part.unpack(numbers, tokens, into, exact, ranks)
 
     def more_bytes(self, blocks: Int32, block_bytes: int) -> int:
         """How many bytes more than in the pool blocks [N] take; fewer are below 0."""
@@ -235,28 +144,74 @@ class FinalTexts:
 
     # ---- texts that come and go -----------------------------------------------------------
 
-    def has_room(self, blocks: int, nbytes: int) -> bool:
-        """Whether a text of so many blocks and bytes may be packed finally."""
-        return blocks < self.kept_back and self.nbytes + nbytes <= self.most_bytes
+    def has_room(
+        self, blocks: int, sizes: Sequence[Size], without: Collection[FinalText] = ()
+    ) -> bool:
+        """Whether a text of so many blocks and sizes may be packed finally, some others gone."""
+        kept_back = self.kept_back + sum(len(text.blocks) for text in without)
+        gone = {place for text in without for place in text.places}
+        return blocks < kept_back and self.memory.fits(sizes, gone)
 
-    def take(self, text: FinalText) -> None:
+    def _placed(self, made: Sequence[FormatData]) -> tuple[FormatPages, ...]:
+        """The pages of a text where they lie from now on: all of them or none.
+
+        # Errors
+        `PoolFull` without room.
+        """
+        sizes, moves = [each.sizes for each in made], self.memory.moves
+        places = iter(self.memory.take([size for some in sizes for size in some]))
+        parts = tuple(
+            FormatPages(self.memory, each.format, each.ranks, tuple(islice(places, len(some))))
+            for each, some in zip(made, sizes, strict=True)
+        )
+        try:
+            if self.memory.moves != moves:
+                self.version += 1
+                for text in self.texts:
+                    for part in text.parts:
+                        part.note_basis()
+            for part, each in zip(parts, made, strict=True):
+                part.fill(each)
+                part.note_basis()
+        except BaseException:
+            self._give_places(parts)
+            raise
+        return parts
+
+    def _give_places(self, parts: Iterable[FormatPages]) -> None:
+        self.memory.give(place for part in parts for place in part.places)
+
+    def take(
+        self,
+        held: KvRequest,
+        blocks: Int32,
+        made: Sequence[FormatData],
+        losses: tuple[float, int],
+    ) -> FinalText:
         """Puts a text in the place of its pages, whose memory goes to other blocks.
 
+        `held` has its `blocks`, and none behind them; `losses`: `most_lost` and `over_bound`.
         Whoever reads these blocks reads the text from now on; `version` says that it is so.
+
+        # Errors
+        `PoolFull` without room; nothing has changed then.
         """
-        count = len(text.blocks)
-        at = text.blocks.astype(np.int64) // self._pages
+        parts = self._placed(made)
+        text = FinalText(held, parts, *losses, blocks)
+        count = len(blocks)
+        at = blocks.astype(np.int64) // self._pages
         freed = self._kept()[-count:]
         self._kept_back.truncate(self._kept_back.length - count * self._size)
         self._place[freed], self._place[at] = self._place[at], NOWHERE
         self._enter(text, at)
+        return text
 
     def bring(
         self,
         tokens: Int32,
         namespace: str,
         regime: int,
-        parts: tuple[FormatPages, ...],
+        made: Sequence[FormatData],
         losses: tuple[float, int],
         *,
         found: bool = True,
@@ -267,8 +222,9 @@ class FinalTexts:
         `most_lost` and `over_bound`. Others find it, unless `found` is False.
 
         # Errors
-        As `KvCache.admit`; nothing has changed then.
+        As `take` and `KvCache.admit`; nothing has changed then.
         """
+        parts = self._placed(made)
         count = -(-len(tokens) // self._size)
         freed = self._kept()[-count:]
         self._kept_back.truncate(self._kept_back.length - count * self._size)
@@ -285,6 +241,7 @@ class FinalTexts:
                 request.retract()
                 request.release()
             self._keep_again(freed)
+            self._give_places(parts)
             raise
         at = text.blocks.astype(np.int64) // self._pages
         self._give_memory(at, freed)
@@ -335,6 +292,7 @@ class FinalTexts:
         at = text.blocks.astype(np.int64) // self._pages
         self._text[at] = self._number[at] = NOWHERE
         text.held.release()
+        self._give_places(text.parts)
         self._keep_again(at)
         self.version += 1
 
@@ -352,58 +310,22 @@ class FinalTexts:
         self._place[freed[~np.isin(freed, came)]] = places
 
 
-def _reach_of_each(ranks: Int32) -> ops.Reach | None:
-    """The same where each head has two tables of its own, as `ops.gather_entries` makes them."""
-    if (ranks == NOWHERE).all():
-        return None
-    rows = np.zeros((len(ranks), 4), np.int32)
-    rows[:, 0], rows[:, 1] = 2 * np.arange(len(ranks)), np.maximum(ranks, 0)
-    return ops.Reach(2 * len(ranks), rows)
-
-
 def extra_blocks(most_bytes: int, least: int) -> int:
     """Blocks that are counted beside a pool's for texts of so many bytes, of `least` each."""
     return max(1, most_bytes // least)
 
 
 def make_books(
-    shape: KvShape, blocks: int, most_bytes: int, least: int, **settings: Any
+    shape: KvShape, blocks: int, memory: TextMemory | None, least: int, **settings: Any
 ) -> tuple[KvCache, FinalTexts | None]:
     """What counts so many blocks of packed pages, and texts of other formats, if there are any.
 
-    Beside these go as many blocks as `most_bytes` hold of those of `least` bytes, the smallest; 0
-    where there are no such texts. `settings` are `KvCache`'s own.
+    Beside these go as many blocks as their memory holds of those of `least` bytes, the smallest.
+    `settings` are `KvCache`'s own.
     """
-    if not least:
+    if memory is None:
         return KvCache(shape, blocks=blocks, memory=False, **settings), None
-    extra = extra_blocks(most_bytes, least)
+    extra = extra_blocks(memory.most_bytes, least)
     cache = KvCache(shape, blocks=blocks + extra, memory=False, **settings)
     backed = int(cache.stats()["total"]) - extra
-    return cache, FinalTexts(cache, shape.layers * shape.kv_heads, backed, most_bytes)
-
-
-def _within(part: FormatPages, first: int, end: int) -> FormatPages:
-    """Of a format's pages those of some ranks, counted from the first of these."""
-    among = np.flatnonzero((part.ranks >= first) & (part.ranks < end))
-    if not len(among):
-        return FormatPages(part.pages, among, (), (), part.chosen_by)
-    count, pages = len(part.ranks), part.pages
-    blocks = len(pages.data) // count
-    index = (count * np.arange(blocks)[:, None] + among).reshape(-1)
-    data = pages.data.index_select(0, send_index(pages.data.device, index).long())
-    bases = None
-    if pages.bases is not None:
-        some = pages.bases.data[:, int(among[0]) : int(among[-1]) + 1]
-        bases = ops.PackedBases(some, pages.bases.of.new_zeros(len(data)))
-    made = ops.PackedPages(data, pages.format, bases)
-    return FormatPages(made, part.ranks[among] - first, (), (), part.chosen_by)
-
-
-def _reach(ranks: Int32) -> ops.Reach | None:
-    """How heads read pages of these ranks, over two tables, of which the second is empty."""
-    if (ranks == NOWHERE).all():
-        return None
-    rows = np.zeros((len(ranks), 4), np.int32)
-    rows[:, 0] = ranks == NOWHERE
-    rows[:, 1] = np.maximum(ranks, 0)
-    return ops.Reach(2, rows)
+    return cache, FinalTexts(cache, shape.layers * shape.kv_heads, backed, memory)

@@ -30,6 +30,7 @@ from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packing import Packing
 from kvweave.runner.kv.pool_bases import PoolBases
 from kvweave.runner.kv.tables import Int32, send, send_index
+from kvweave.runner.kv.text_memory import TextMemory
 from kvweave.runner.model.layer_spec import LayerSpec
 from kvweave.runner.model.model_spec import ModelSpec
 
@@ -134,9 +135,10 @@ class PackedPool:
     def nbytes(self) -> int:
         """Bytes of all of them, of bases and first tokens that there is room for, and of the rest.
 
-        That are bounds, and texts that are packed finally.
+        That are bounds, and the memory for texts that are packed finally.
         """
-        parts = (self.pages.data, self.bases, self.bounds, self.final, self.firsts)
+        memory = None if self.final is None else self.final.memory
+        parts = (self.pages.data, self.bases, self.bounds, memory, self.firsts)
         return sum(part.nbytes for part in parts if part is not None)
 
     def stats(self) -> dict[str, Any]:
@@ -217,6 +219,12 @@ class PackedPool:
     def rows(self, blocks: Int32) -> Int32:
         """Where the pages of blocks [N] lie: the first of each."""
         return blocks if self.final is None else self.final.rows(blocks)
+
+    @property
+    def text_memory(self) -> TextMemory:
+        """Where texts lie that are packed finally, of a pool that has a strategy."""
+        assert self.final is not None
+        return self.final.memory
 
     @property
     def final_formats(self) -> tuple[ops.PackedFormat, ...]:

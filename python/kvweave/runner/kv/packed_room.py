@@ -41,6 +41,7 @@ from kvweave.runner.kv.pool_bases import (
     check_basis,
     shared_bases,
 )
+from kvweave.runner.kv.text_memory import TextMemory, memory_bytes
 from kvweave.runner.model.model_spec import KV_DTYPES, ModelSpec
 from kvweave.runner.model.rope import Rotary
 
@@ -53,8 +54,8 @@ class PoolSizes:
     packed page and its bounds, where it has any, and `basis_bytes` of a basis, of which `shared`
     belong to no document. `chunk_tokens`: rows of a prompt that are computed at once, where the
     caller says so. `has_own`: whether documents may have bases of their own. `final_share`: so many
-    of their bytes packed pages have beside them for texts that are packed finally, whose blocks
-    have `least_final` bytes at least, and pages `bound_bytes` of bounds. `first_bytes`: of a
+    of their bytes packed pages have beside them for texts that are packed finally, in
+    `final_formats`, whose pages have `bound_bytes` of bounds. `first_bytes`: of a
     document's exact first tokens.
     """
 
@@ -67,7 +68,7 @@ class PoolSizes:
     chunk_tokens: int | None
     has_own: bool = True
     final_share: float = 0.0
-    least_final: int = 0
+    final_formats: tuple[ops.PackedFormat, ...] = ()
     bound_bytes: int = 0
     first_bytes: int = 0
 
@@ -113,16 +114,24 @@ class PoolSizes:
     def total_bytes(self, tokens: int) -> int:
         """Bytes of both pools with room for so many tokens, bases and first ones among them."""
         exact = self.exact.pages_for_blocks(self.exact_blocks(tokens), self.windows)
-        packed = self.packed_pages(tokens) * self.page_bytes + self.final_bytes(tokens)
+        packed = self.packed_pages(tokens) * self.page_bytes
         packed += self.bases(tokens) * self.basis_bytes + self.firsts(tokens) * self.first_bytes
-        if self.least_final:
-            bounded = extra_blocks(self.final_bytes(tokens), self.least_final)
+        if self.final_formats:
+            of_texts = self.final_bytes(tokens)
+            bounded = extra_blocks(of_texts, self.least_final)
             packed += self.packed.pages_for_blocks(bounded) * self.bound_bytes
+            packed += memory_bytes(of_texts, self.final_formats)
         return exact * self.exact.page_bytes + packed
 
     def final_bytes(self, tokens: int) -> int:
         """The most bytes of texts that are packed finally."""
         return int(self.final_share * self.packed_pages(tokens) * self.page_bytes)
+
+    @property
+    def least_final(self) -> int:
+        """The fewest bytes that a block of such a text has; 0 where there are none."""
+        least = min((of.page_bytes for of in self.final_formats), default=0)
+        return self.packed.layers * self.packed.kv_heads * least
 
     def tokens_within(self, arena_bytes: int) -> int:
         """The most tokens, in whole pages, for which both pools take no more bytes.
@@ -148,9 +157,8 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     strategy = packing.strategy
     if strategy is None:
         return {}
-    least = min(of.page_bytes for of in strategy_formats(spec, packing))
-    of_block = len(spec.layers) * spec.kv_heads * least
-    return {"has_own": False, "final_share": strategy.final_share, "least_final": of_block}
+    formats = strategy_formats(spec, packing)
+    return {"has_own": False, "final_share": strategy.final_share, "final_formats": formats}
 
 
 def _bases(
@@ -213,7 +221,10 @@ def make_packed_pool(
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
-    counted = sizes.packed_blocks(tokens), sizes.final_bytes(tokens), sizes.least_final
+    memory, formats = None, sizes.final_formats
+    if formats:
+        memory = TextMemory(sizes.final_bytes(tokens), formats, spec.device)
+    counted = sizes.packed_blocks(tokens), memory, sizes.least_final
     cache, final = make_books(sizes.packed, *counted, **settings)
     count = sizes.packed_pages(tokens)
     wanted = f"{count * page_bytes + sizes.bases(tokens) * one} bytes on {spec.device}"

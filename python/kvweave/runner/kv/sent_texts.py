@@ -13,16 +13,16 @@ import numpy.typing as npt
 import torch
 
 from kvweave.cache import KvRequest
-from kvweave.device_memory import needs_memory
 from kvweave.errors import InvalidArgument
 from kvweave.payload import KvPayload
 from kvweave.payload.formats import FormatRanks, TextFormats
 from kvweave.payload.packed import PackedHeader, SentText, text_basis, text_pages
 from kvweave.payload.page_format import PageFormat
-from kvweave.runner.kv.final_texts import FinalEntries, FormatPages
+from kvweave.runner.kv.final_text import FormatData
+from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.pool_bases import basis_bytes
 from kvweave.runner.kv.tables import Int32, send_index
+from kvweave.runner.kv.text_memory import sizes_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +55,15 @@ def sent_texts(texts: Sequence[FinalEntries], first: int, sent: npt.NDArray[np.i
             among = np.flatnonzero(np.isin(part.ranks, sent))
             if not len(among):
                 continue
-            data, bases = part.pages.data, part.pages.bases
+            data, basis = part.pages.data, part.basis
             index = (part.blocks(blocks.astype(np.int32))[:, None] + among).reshape(-1)
             pages = data.index_select(0, send_index(data.device, index).long())
             parts[text_pages(number, len(formats))] = pages.view(len(blocks), len(among), -1)
-            if bases is not None:
-                kept = bases.data[0].index_select(0, send_index(data.device, among).long())
+            if basis is not None:
+                kept = basis.index_select(0, send_index(data.device, among).long())
                 parts[text_basis(number, len(formats))] = kept
             ranks = tuple(part.ranks[among].tolist())
-            formats.append(FormatRanks(PageFormat.of(part.pages.format), ranks))
+            formats.append(FormatRanks(PageFormat.of(part.format), ranks))
         known = TextFormats(tuple(formats), text.most_lost, text.over_bound)
         listed.append(SentText(len(blocks), known))
     return SentTexts(tuple(listed), parts, np.concatenate(entries), np.concatenate(named))
@@ -100,31 +100,23 @@ def taken_texts(
         documents = pool.documents
         assert documents is not None
         formats = [(each.format.for_dim(pool.head_dim), each) for each in text.formats.formats]
-        # Each format has a null block of its own.
-        nbytes = sum(
-            len(each.ranks) * of.page_bytes * (1 + text.blocks) + basis_bytes(of, len(each.ranks))
-            for of, each in formats
-        )
-        documents.expect_room(text.blocks, nbytes)
-        parts = _pages_of(pool, payload, number, text)
+        sizes = [
+            size for of, each in formats for size in sizes_of(of, len(each.ranks), text.blocks)
+        ]
+        documents.expect_room(text.blocks, sizes)
+        made = _data_of(pool, payload, number, text)
         losses = text.formats.most_lost, text.formats.over_bound
-        into.append(documents.bring_alone(text.blocks, parts, losses))
-        total += nbytes
+        into.append(documents.bring_alone(text.blocks, made, losses))
+        total += sum(nbytes for nbytes, _ in sizes)
     return total
 
 
-@needs_memory("packed pages of a payload")
-def _pages_of(
-    pool: PackedPool, payload: KvPayload, number: int, text: SentText
-) -> tuple[FormatPages, ...]:
-    """The pages of a text, where the pool lies."""
+def _data_of(pool: PackedPool, payload: KvPayload, number: int, text: SentText) -> list[FormatData]:
+    """The pages of a text, format by format, as a payload has them."""
     made = []
     for at, each in enumerate(text.formats.formats):
         of = each.format.for_dim(pool.head_dim)
-        data = payload.parts[text_pages(number, at)].to(pool.device)
-        basis = None
-        if of.basis_rows is not None:
-            basis = payload.parts[text_basis(number, at)].to(pool.device)
-        ranks = np.asarray(each.ranks, np.int64)
-        made.append(FormatPages.of(data, of, ranks, basis, pool.heads))
-    return tuple(made)
+        basis = None if of.basis_rows is None else payload.parts[text_basis(number, at)]
+        data = payload.parts[text_pages(number, at)]
+        made.append(FormatData(of, np.asarray(each.ranks, np.int64), data, basis))
+    return made

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.payload.page_format import PageFormat
+from kvweave.runner.kv.final_text import FormatData
 from kvweave.runner.tiers.packed_losses import (
     Part,
     most_lost,
@@ -22,10 +24,6 @@ from kvweave.runner.tiers.packed_losses import (
     sampled,
     share,
 )
-
-Pages = tuple[ops.PackedFormat, list[int], torch.Tensor, torch.Tensor | None]
-"""A format, the ranks of its pages in a block, their data u8 [blocks, K, bytes], and their basis
-f32 [K, 2, rows, D]."""
 
 
 class ChosenFormats:
@@ -74,13 +72,12 @@ class ChosenFormats:
     @property
     def basis_bytes(self) -> int:
         """Bytes of the bases that its pages have."""
-        return sum(basis.nbytes for *_, basis in self.made if basis is not None)
+        return sum(each.basis.nbytes for each in self.made if each.basis is not None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its pages, with the null block before them, and of these."""
-        null = sum(len(ranks) * of.page_bytes for of, ranks, *_ in self.made)
-        return null + sum(data.nbytes for _, _, data, _ in self.made) + self.basis_bytes
+        """Bytes that it takes beside a pool."""
+        return sum(nbytes for each in self.made for nbytes, _ in each.sizes)
 
     def _best(
         self, of: ops.PackedFormat, bases: dict[str, torch.Tensor], parts: list[Part]
@@ -135,13 +132,13 @@ class ChosenFormats:
 
     def _by_format(
         self, of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]]
-    ) -> list[Pages]:
-        made: list[Pages] = []
+    ) -> list[FormatData]:
+        made: list[FormatData] = []
         for of in dict.fromkeys(form for form, _, _ in of_each.values()):
             ranks = sorted(rank for rank, (form, _, _) in of_each.items() if form == of)
             data = torch.stack([of_each[rank][1] for rank in ranks], 1)
             basis = None if of.basis_rows is None else _within(self._basis[ranks], of)
-            made.append((of, ranks, data, basis))
+            made.append(FormatData(of, np.asarray(ranks, np.int64), data, basis))
         return made
 
 

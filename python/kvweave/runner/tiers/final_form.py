@@ -22,10 +22,12 @@ from kvweave.payload.header_fields import parsed
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
 from kvweave.runner.kv.final_documents import FinalDocuments
-from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
+from kvweave.runner.kv.final_text import FinalText, FormatData
+from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.pool_bases import BlockBases, basis_bytes, basis_shape
+from kvweave.runner.kv.pool_bases import BlockBases, basis_shape
 from kvweave.runner.kv.tables import Int32
+from kvweave.runner.kv.text_memory import sizes_of
 from kvweave.runner.tiers.document_form import RowsFlops
 from kvweave.runner.tiers.packed_form import FIRSTS, PackedDocument, PackedForm
 from kvweave.store import Provenance, Shard
@@ -110,13 +112,11 @@ class FinalForm(PackedForm):
             return known
         formats = self._formats(header)
         blocks = -(-len(tokens) // self._page_tokens)
-        # Each format has a null block of its own.
-        sizes = [len(ranks) * of.page_bytes * (blocks + 1) for of, ranks in formats]
-        bases = [basis_bytes(of, len(ranks)) for of, ranks in formats]
-        self._documents.expect_room(blocks, sum(sizes) + sum(bases))
-        parts = self._pages_of(document.parts, formats)
+        sizes = [size for of, ranks in formats for size in sizes_of(of, len(ranks), blocks)]
+        self._documents.expect_room(blocks, sizes)
+        made = data_of(document.parts, formats)
         losses = header.most_lost, header.over_bound
-        request = self._documents.bring(tokens, namespace, regime, parts, losses)
+        request = self._documents.bring(tokens, namespace, regime, made, losses)
         try:
             self.pool.bound(request.entries()[:, 0], len(tokens))
             self.put_firsts(request, document.parts.get(FIRSTS))
@@ -189,34 +189,35 @@ class FinalForm(PackedForm):
         dim = self.pool.head_dim
         return [(each.format.for_dim(dim), each.ranks) for each in header.formats]
 
-    @needs_memory("packed documents")
-    def _pages_of(
-        self,
-        parts: Mapping[str, torch.Tensor],
-        formats: Sequence[tuple[PackedFormat, tuple[int, ...]]],
-    ) -> tuple[FormatPages, ...]:
-        """Parts of a document as decode steps read them, where the pool lies."""
-        device, heads, made = self.pool.device, self.pool.heads, []
-        for at, (of, ranks) in enumerate(formats):
-            basis = None if of.basis_rows is None else parts[_basis(at)].to(device)
-            data = parts[_pages(at)].to(device)
-            made.append(FormatPages.of(data, of, np.asarray(ranks, np.int64), basis, heads))
-        return tuple(made)
+
+def data_of(
+    parts: Mapping[str, torch.Tensor], formats: Sequence[tuple[PackedFormat, tuple[int, ...]]]
+) -> list[FormatData]:
+    """The pages of a document, format by format, as its parts have them."""
+    return [
+        FormatData(
+            of,
+            np.asarray(ranks, np.int64),
+            parts[_pages(at)],
+            None if of.basis_rows is None else parts[_basis(at)],
+        )
+        for at, (of, ranks) in enumerate(formats)
+    ]
 
 
+@needs_memory("packed documents")
 def parts_of(text: FinalText) -> dict[str, torch.Tensor]:
-    """The parts of a text where it lies: nobody writes them while it is there, or after."""
+    """The parts of a text, copied: its room is that of others when it is gone."""
     listed = tuple(
-        FormatRanks(PageFormat.of(part.pages.format), tuple(part.ranks.tolist()))
-        for part in text.parts
+        FormatRanks(PageFormat.of(part.format), tuple(part.ranks.tolist())) for part in text.parts
     )
     known = TextFormats(listed, text.most_lost, text.over_bound)
     parts = {FORMATS: part_of_formats(known)}
     for at, part in enumerate(text.parts):
         count = len(part.ranks)
-        parts[_pages(at)] = part.pages.data[count:].view(len(text.blocks), count, -1)
-        if part.pages.bases is not None:
-            parts[_basis(at)] = part.pages.bases.data[0]
+        parts[_pages(at)] = part.pages.data[count:].view(len(text.blocks), count, -1).clone()
+        if part.basis is not None:
+            parts[_basis(at)] = part.basis.clone()
     return parts
 
 

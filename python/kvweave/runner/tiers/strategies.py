@@ -5,13 +5,12 @@ Everything but `chosen` is for whoever computes, or is done while nobody does.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.packed_page import PAGE_TOKENS
-from kvweave.runner.kv.final_texts import FinalText, FinalTexts, FormatPages
+from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.pool_bases import OWN_SHARE, basis_bytes
 from kvweave.runner.kv.tables import Int32
@@ -85,25 +84,14 @@ class Strategies:
         assert documents is not None
         if why := documents.why_gone(held, blocks, named):
             return why
-        if {pool.pages.format} == {of for of, *_ in made.made}:
+        if {pool.pages.format} == {each.format for each in made.made}:
             return "no candidate loses as little as the bound"
         if most_lost <= self._bound and made.nbytes >= len(blocks) * pool.block_bytes:
             return "as little is lost in the pool's format, which has no more bytes"
-        if not documents.make_room(len(blocks), made.nbytes):
+        sizes = [size for each in made.made for size in each.sizes]
+        if not documents.make_room(len(blocks), sizes):
             return "no room beside the pool for one more document"
-        parts = [
-            FormatPages.of(
-                data.to(pool.device),
-                of,
-                np.asarray(ranks, np.int64),
-                None if basis is None else basis.to(pool.device),
-                pool.heads,
-            )
-            for of, ranks, data, basis in made.made
-        ]
-        losses = made.most_lost, made.over_bound
-        text = FinalText(held.fork(), tuple(parts), *losses, blocks)
-        final.take(text)
+        text = final.take(held.fork(), blocks, made.made, (made.most_lost, made.over_bound))
         if not named:
             documents.lend(text)
         return ""
