@@ -11,11 +11,11 @@ prompts are not computed. Beside exact pages, INT4 and half-int4:
   once the host has packed it finally: each block of a segment names the segment's basis;
 - *segments in three formats* are what a strategy leaves: a request's segments lie beside the pool,
   of every three KV heads one in INT4 and two with the half and the quarter of their numbers in four
-  bits, and each step reads each format of each segment by a launch of its own.
+  bits, and each step reads all segments by a launch a format.
 
 Bases and the numbers in pages are random: what a step reads lies where it would, and means nothing.
-Steps are timed as in `packed_step`. They are replayed from graphs, but for those in which heads
-choose anew; what is launched *one kernel at a time* stands beside them.
+Steps are timed as in `packed_step`. They are replayed from graphs; what is launched *one kernel at
+a time* stands beside them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvweave.runner.model.model_spec import describe
 CHOSEN = 10
 """Of so many packed pages a head chooses one."""
 WARM_STEPS = 40
-"""Steps until those that read the same final texts are captured."""
+"""Steps until those that choose every 16 steps are captured too."""
 ROOM = 2
 """Times the tokens of all requests that a runner has room for: a document comes beside them."""
 
@@ -109,7 +109,7 @@ KINDS = (
     Kind("INT4, a document that all share", "int4", document=True),
     Kind("INT4, a tenth chosen every 16 steps", "int4", every=EVERY),
     Kind(f"INT4, a tenth chosen every 16 steps, {LAUNCHED}", "int4", every=EVERY, captured=False),
-    Kind("INT4, a tenth chosen at every step", "int4", every=1, captured=False),
+    Kind("INT4, a tenth chosen at every step", "int4", every=1),
     Kind("half-int4", "half-int4"),
     Kind("half-int4, segments in bases of their own", "half-int4", segments=True),
     Kind("segments in three formats", "int4", strategy=True),

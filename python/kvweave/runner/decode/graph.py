@@ -257,7 +257,7 @@ class StepGraphs:
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
         form = chosen.form if chosen is not None else ()
-        of_packed = packed is not None, packed is not None and packed.ranks
+        of_packed = None if packed is None else packed.form
         key = (id(slots), rows, moves, regime, slots.promoted, watched, width, of_packed, form)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.
@@ -288,9 +288,7 @@ class StepGraphs:
                 del self._sizes[key]
 
     def _run(self, size: StepSize, rope: RopeTable) -> torch.Tensor:
-        # What the host says of heads that choose among packed pages serves one step.
-        ranks = size.packed is not None and size.packed.ranks
-        if not self.capturable or ranks:
+        if not self.capturable:
             return self._forward(size, rope)
         if not size.tried:
             return self._try(size, rope)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvweave import ops
@@ -29,21 +30,46 @@ from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32, send, send_index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Ranking:
-    """Requests that one budget ranks in a step.
+    """Where it says which of B requests one budget ranks in a step.
 
-    `batch` i64 [n]: their numbers in it. `rows` i64 [n]: of what is chosen. `offsets` i32 [2n + 1]:
-    two tables a request, of which the first are its packed entries, `width` at most.
+    `due` bool [B]. `offsets` i32 [2 B + 1]: two tables a request, of which the first are its packed
+    entries, `width` at most, or none of one that is not due.
     """
 
-    batch: torch.Tensor
-    rows: torch.Tensor
+    due: torch.Tensor
     offsets: torch.Tensor
     width: int
 
+    @staticmethod
+    def of(requests: int, width: int, device: torch.device) -> _Ranking:
+        """Of so many requests, with room for tables of so many entries, or somewhat more."""
+        offsets = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
+        due = torch.zeros(requests, dtype=torch.bool, device=device)
+        return _Ranking(due, offsets, 1 << max(0, width - 1).bit_length())
 
-@dataclass(frozen=True)
+    def write(self, due: npt.NDArray[np.bool_], counts: Int64) -> None:
+        """Says who of a batch is due, each of which has so many entries."""
+        spans = np.zeros(len(self.offsets), np.int32)
+        ends = np.cumsum(counts)
+        # An empty table begins and ends where its entries do.
+        spans[1 : 1 + 2 * len(due)] = np.repeat(ends, 2)
+        spans[0 : 2 * len(due) : 2] = np.where(due, ends - counts, ends)
+        spans[2 * len(due) :] = ends[-1] if len(ends) else 0
+        device = self.due.device
+        (offsets,) = send(device, spans)
+        self.offsets.copy_(torch.as_tensor(offsets))
+        whole = np.zeros(len(self.due), np.int32)
+        whole[: len(due)] = due
+        self.due.copy_(send_index(device, whole))
+
+
+Form = tuple[bool, ...]
+"""Of each budget whether anybody is ranked by it."""
+
+
+@dataclass(frozen=True, eq=False)
 class ChosenPacked:
     """What the heads of B requests choose of packed pages in a step: see `PackedChoice`.
 
@@ -57,9 +83,15 @@ class ChosenPacked:
     texts: ChosenTexts | None
 
     @property
-    def ranks(self) -> bool:
-        """Whether any head chooses anew."""
-        return any(ranking is not None for ranking in self.rankings)
+    def form(self) -> Form:
+        """By which budgets heads choose anew."""
+        return tuple(ranking is not None for ranking in self.rankings)
+
+    def lies_at(self, other: ChosenPacked) -> bool:
+        """Whether all of it lies where another has it."""
+        pairs = zip(self.rankings, other.rankings, strict=True)
+        same = self.rows is other.rows and self.texts is other.texts
+        return same and all(own is its for own, its in pairs)
 
     def states(
         self,
@@ -80,7 +112,7 @@ class ChosenPacked:
         among = entries if texts is None else texts.listed[0]
         for budget, ranking in zip(pool.heads.budgets, self.rankings, strict=True):
             if ranking is not None:
-                choice.rank(layer, budget, ranking, q, among, rope)
+                choice.rank(layer, budget, ranking, (q, self.rows), among, rope)
         pages, selected = (
             table[:, layer].index_select(0, self.rows) for table in (choice.chosen, choice.selected)
         )
@@ -123,9 +155,11 @@ class PackedChoice:
         self._listed = np.zeros((0, len(heads.budgets)), np.int64)
         self._told = np.zeros((0, len(heads.budgets)), np.int64)
         self._rows: dict[Decoding, int] = {}
-        # By how many requests there are tables of: the rows of those in a step, and what it reads.
+        # By how many requests there are tables of: the rows of those in a step, whom each budget
+        # ranks in it, and what it reads.
         self._index: dict[int, tuple[Int64, torch.Tensor]] = {}
-        self._steady: dict[int, ChosenPacked] = {}
+        self._rankings: dict[tuple[int, int], _Ranking] = {}
+        self._steps: dict[tuple[int, Form], ChosenPacked] = {}
         count = pool.kv_heads
         every = np.arange(count, dtype=np.int32)
         self.listing = Reach(2, np.zeros((count, 4), np.int32))
@@ -133,6 +167,8 @@ class PackedChoice:
         by_page[:, 0] = 2 * every
         self.by_page = Reach(2 * count, by_page)
         self._scoring, self.reading = [], []
+        # Of each layer the heads i64 that have a budget.
+        self._choosing: list[dict[PageBudget, torch.Tensor]] = []
         for layer in range(pool.cache.shape.layers):
             rows = np.zeros((count, 4), np.int32)
             rows[:, 1] = layer * count + every
@@ -140,6 +176,8 @@ class PackedChoice:
             tables = rows.copy()
             tables[:, 0] = 2 * every
             self.reading.append(Reach(2 * count, tables))
+            named = {budget: self._sent(heads.choosing(layer, budget)) for budget in heads.budgets}
+            self._choosing.append(named)
 
     def forget(self, sequence: Decoding) -> None:
         """Lets go of what a request has chosen."""
@@ -157,26 +195,36 @@ class PackedChoice:
 
         `counts` [B]: packed entries of each, which lie one behind the other; `texts` as
         `ChosenPacked` has them. Those of `requests` that are not in the batch choose nothing. Where
-        nobody is ranked it is the same object as long as nothing lies elsewhere.
+        the same budgets rank it is the same object as long as nothing lies elsewhere.
         """
         rows = np.array([self._row(sequence) for sequence in batch], np.int64)
-        ends = np.cumsum(counts)
-        rankings = [
-            self._step(number, budget, rows, positions, counts, ends)
-            for number, budget in enumerate(self.pool.heads.budgets)
-        ]
+        rankings = []
+        for number, budget in enumerate(self.pool.heads.budgets):
+            due = self._due(number, budget, rows, positions, counts)
+            ranking = self._ranking(number, due, counts, requests) if due.any() else None
+            rankings.append(ranking)
         for number, sequence in enumerate(batch):
             if any(counts[number] > budget.pages for budget in self.pool.heads.budgets):
                 assert sequence.packed is not None
                 sequence.packed.read_in_part(int(positions[number]))
         index = self._index_of(rows, requests)
         made = ChosenPacked(self, index, tuple(rankings), texts)
-        if made.ranks:
-            return made
-        steady = self._steady.get(requests)
-        if steady is None or steady.texts is not texts:
-            self._steady[requests] = steady = made
-        return steady
+        known = self._steps.get((requests, made.form))
+        if known is None or not known.lies_at(made):
+            self._steps[requests, made.form] = known = made
+        return known
+
+    def _ranking(
+        self, number: int, due: npt.NDArray[np.bool_], counts: Int64, requests: int
+    ) -> _Ranking:
+        """Whom a budget ranks among so many requests, where it was said before if there is room."""
+        width = int(counts[due].max())
+        ranking = self._rankings.get((number, requests))
+        if ranking is None or ranking.width < width:
+            ranking = _Ranking.of(requests, width, self.pool.device)
+            self._rankings[number, requests] = ranking
+        ranking.write(due, counts)
+        return ranking
 
     def _index_of(self, rows: Int64, requests: int) -> torch.Tensor:
         """Rows of requests i64 [requests] on the device, where those of earlier steps lay."""
@@ -189,21 +237,15 @@ class PackedChoice:
             self._index[requests] = whole, index
         return self._index[requests][1]
 
-    def _step(
-        self,
-        number: int,
-        budget: PageBudget,
-        rows: Int64,
-        positions: Int32,
-        counts: Int64,
-        ends: Int64,
-    ) -> _Ranking | None:
-        """What is ranked by a budget; of other requests what was packed since is read besides."""
+    def _due(
+        self, number: int, budget: PageBudget, rows: Int64, positions: Int32, counts: Int64
+    ) -> npt.NDArray[np.bool_]:
+        """Whom a budget ranks; others read what was packed since besides."""
         ranked, listed = self._ranked[rows, number], self._listed[rows, number]
         many, age, since = counts > budget.pages, positions - ranked, counts - listed
         kept = many & (ranked >= 0) & (age >= 0) & (age < budget.every)
         kept &= (since >= 0) & (since <= self._since[number]) & (listed >= budget.pages)
-        due = np.flatnonzero(many & ~kept)
+        due: npt.NDArray[np.bool_] = many & ~kept
         more = self._told[rows, number] != counts
         for at in np.flatnonzero(kept & more).tolist():
             chosen = budget.pages + int(since[at])
@@ -211,18 +253,11 @@ class PackedChoice:
         for at in np.flatnonzero(~many & more).tolist():
             self._read_besides(number, int(rows[at]), 0, 0, int(counts[at]))
         self._ranked[rows[~many], number], self._told[rows, number] = -1, counts
-        if not len(due):
-            return None
         self._ranked[rows[due], number] = positions[due]
         self._listed[rows[due], number] = counts[due]
         for row in rows[due].tolist():
             self.selected[row].masked_fill_(self._masks[number], budget.pages)
-        spans = np.zeros(2 * len(due) + 1, np.int32)
-        spans[:-1] = np.stack((ends[due] - counts[due], ends[due]), 1).reshape(-1)
-        (offsets,) = send(self.pool.device, spans)
-        width = int(counts[due].max())
-        known = self._sent(due), self._sent(rows[due]), torch.as_tensor(offsets)
-        return _Ranking(*known, width)
+        return due
 
     def _read_besides(self, number: int, row: int, at: int, first: int, selected: int) -> None:
         """Has heads of a budget read the entries from `first` on behind `at` others."""
@@ -237,17 +272,19 @@ class PackedChoice:
         layer: int,
         budget: PageBudget,
         ranking: _Ranking,
-        q: torch.Tensor,
+        asking: tuple[torch.Tensor, torch.Tensor],
         entries: torch.Tensor,
         rope: RopeTable,
     ) -> None:
-        """Has the heads of a layer that have a budget choose by queries q [B, H, D]."""
-        pool = self.pool
-        heads = pool.heads.choosing(layer, budget)
+        """Has the heads of a layer that have a budget choose for those of B requests who are due.
+
+        `asking`: queries [B, H, D], and the rows i64 [B] of what they have chosen.
+        """
+        pool, heads = self.pool, self._choosing[layer][budget]
         if not len(heads):
             return
         assert pool.bounds is not None
-        of_layer, count = pool.layers[layer], pool.kv_heads
+        of_layer, count, (q, rows) = pool.layers[layer], pool.kv_heads, asking
         pages = ops.BoundedPages(
             pool.bounds,
             PAGE_TOKENS,
@@ -259,17 +296,16 @@ class PackedChoice:
             self._scoring[layer],
             budget.score,
         )
-        asking, ends = q.index_select(0, ranking.batch), ranking.offsets
         scores, counts = ops.score_pages(
-            asking, entries, pages, entry_offsets=ends, width=ranking.width
+            q, entries, pages, entry_offsets=ranking.offsets, width=ranking.width
         )
         budgets = torch.full_like(counts, budget.pages).flatten()
         best, _ = ops.select_pages(
             scores.flatten(0, 1), counts.flatten(), budgets, recent=RECENT_PAGES, most=budget.pages
         )
-        some = self._sent(heads)
-        best = best.view(len(asking), count, -1).index_select(1, some)
-        self.chosen[ranking.rows[:, None], layer, some[None], : budget.pages] = best
+        best = best.view(len(q), count, -1).index_select(1, heads)
+        chosen, at = self.chosen[:, layer, :, : budget.pages], (rows[:, None], heads[None])
+        chosen[at] = torch.where(ranking.due[:, None, None], best, chosen[at])
 
     def _row(self, sequence: Decoding) -> int:
         """The row of a request; one that comes anew has chosen nothing."""
@@ -280,7 +316,7 @@ class PackedChoice:
         if row >= len(self.chosen):
             more = max(2, len(self.chosen))
             # What is chosen lies elsewhere then.
-            self._steady.clear()
+            self._steps.clear()
             self.chosen, self.selected = (
                 torch.cat((table, table.new_zeros((more, *table.shape[1:]))))
                 for table in (self.chosen, self.selected)

@@ -23,7 +23,7 @@ from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.final_reads import FinalReads
-from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice
+from kvweave.runner.decode.packed_choice import ChosenPacked, Form, PackedChoice
 from kvweave.runner.decode.text_pages import TextPages
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
@@ -119,9 +119,9 @@ class PackedTables:
     chosen: ChosenPacked | None
 
     @property
-    def ranks(self) -> bool:
-        """Whether any head chooses anew, as the host says: other steps know nothing of it."""
-        return self.chosen is not None and self.chosen.ranks
+    def form(self) -> Form:
+        """By which budgets heads choose anew."""
+        return () if self.chosen is None else self.chosen.form
 
     def lies_at(self, other: PackedTables) -> bool:
         """Whether all of it lies where another has it."""
@@ -151,9 +151,10 @@ class PackedReads:
         self._final: FinalReads | None = None
         self._pages: TextPages | None = None
         self._version = 0
-        # Of which entries that is, and what steps know of all, by how many requests have tables.
+        # Of which entries that is, and what steps know of all, by how many requests have tables and
+        # which budgets rank.
         self._of_texts: Sequence[Sequence[FinalEntries]] = ()
-        self._tables: dict[int, PackedTables] = {}
+        self._tables: dict[tuple[int, Form], PackedTables] = {}
         # Where heads that choose find what they choose among, beside such texts.
         self._texts: ChosenTexts | None = None
         # Entries of each of the batch, packed and aside, and whose packed ones are to be made anew.
@@ -235,17 +236,15 @@ class PackedReads:
     def tables(self, at: Int32, requests: int) -> PackedTables:
         """What the batch's rows at positions i32 [B] read, among tables of so many requests.
 
-        The same object as long as nothing of it lies elsewhere, where nobody is ranked.
+        By the same budgets the same object as long as nothing of it lies elsewhere.
         """
         room, chosen = self._current_room(requests), None
         if self._choice is not None:
             chosen = self._choice.step(self._batch, at, self._counts, self._texts, requests)
         made = PackedTables(room, self._final, chosen)
-        if made.ranks:
-            return made
-        last = self._tables.get(requests)
+        last = self._tables.get((requests, made.form))
         if last is None or not last.lies_at(made):
-            self._tables[requests] = last = made
+            self._tables[requests, made.form] = last = made
         return last
 
     def _current_room(self, requests: int) -> PackedRoom:
