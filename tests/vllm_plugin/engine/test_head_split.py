@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from vllm.config import CacheConfig
 
 from families import tiny
 from kvweave.adapters.vllm.heads.worker import SplitAttention
@@ -19,6 +20,13 @@ from vllm_engines import OURS, STOCK, Answer, answers, engine, metric, prompt, s
 
 PROMPTS = [prompt(length, seed) for seed, length in enumerate([5, 40, 100, 200, 33, 64, 1, 250])]
 SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+def kept_at_intervals() -> bool:
+    """Whether vLLM says where windows of a cached prefix are kept."""
+    return "prefix_cache_retention_interval" in CacheConfig.__dataclass_fields__
+
+
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
 FAMILIES |= {"qwen3-moe": "Qwen3Moe"}
 
@@ -182,6 +190,27 @@ def test_cached_prefixes_keep_their_sink(
     # Blocks of 48 tokens of the global head; 288 is the last whole one before either end.
     assert [a.cached for a in got[:2]] == [0, 288]
     same(got, wanted)
+
+
+@pytest.mark.skipif(
+    not kept_at_intervals(), reason="this version keeps every window it has room for"
+)
+def test_a_prefix_is_found_the_first_time_that_it_is_shared(checkpoint, tmp_path) -> None:
+    """Where windows are kept at intervals; else vLLM keeps them where the second prompt parted."""
+    path = written(tmp_path, sink=20, recent=40)
+    model = checkpoint_of(checkpoint, "llama")
+    prefix = prompt(240, 7)["prompt_token_ids"]
+    prompts = [
+        {"prompt_token_ids": [*prefix, *prompt(100, seed)["prompt_token_ids"]]} for seed in range(3)
+    ]
+    with engine(model, ours(path), enable_prefix_caching=False) as llm:
+        wanted = [answers(llm, [given], 8)[0] for given in prompts]
+    for interval, found in ((0, [0, 0, 240]), (48, [0, 240, 240])):
+        asked = {"prefix_cache_retention_interval": interval}
+        with engine(model, ours(path), enable_prefix_caching=True, **asked) as llm:
+            got = [answers(llm, [given], 8)[0] for given in prompts]
+        assert [answer.cached for answer in got] == found
+        same(got, wanted)
 
 
 def test_preempted_requests_go_on(checkpoint, tmp_path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvweave.adapters.vllm.backend.decoder_layers import attention_of_layers, require_whole_context
 from kvweave.adapters.vllm.backend.metadata import QkvObserver
-from kvweave.adapters.vllm.backend.paged_backend import PagedBackend
 from kvweave.adapters.vllm.backend.step_tables import first as first_rows
+from kvweave.adapters.vllm.heads.class_attention import ClassBackend, EqualPages
 from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
 from kvweave.adapters.vllm.heads.split import ClassBlocks, HeadSplit, LayerPart, Window
 from kvweave.adapters.vllm.segments.prefix_guard import guarded
@@ -44,15 +45,6 @@ class ClassPlace:
     reusing: bool
 
 
-class EqualPages(PagedBackend):
-    """Both classes' blocks are cut into pages of as many tokens, so that they may share one."""
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """The one size that every block is a multiple of."""
-        return [16]
-
-
 class ClassLayer(Attention):
     """Heads of one class in one layer, in blocks that all layers' heads of the class share.
 
@@ -77,7 +69,7 @@ class ClassLayer(Attention):
         window = {"per_layer_sliding_window": split.recent, "sink": split.sink} if local else {}
         super().__init__(
             *given,
-            attn_backend=EqualPages if place.reusing else PagedBackend,
+            attn_backend=EqualPages if place.reusing else ClassBackend,
             kv_sharing_target_layer_name=first,
             **window,
             **named,
@@ -124,13 +116,13 @@ class SplitAttention(nn.Module):
     of which the layer has any. Who watches is told of all heads at once.
     """
 
-    def __init__(self, parts: list[ClassLayer], group: int, watch: LayerWatch) -> None:
+    def __init__(self, parts: list[ClassLayer], watch: LayerWatch) -> None:
         super().__init__()
         self.watch = watch
         self.first, self.head_size = parts[0].layer_name, int(parts[0].head_size)
-        self.sizes = [part.num_kv_heads * part.head_size for part in parts]
-        self.group = group
         self.parts = nn.ModuleList(parts)
+        # No module of the model: all of it is in its parts.
+        self.whole = (whole_of(parts),)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of both parts, side by side [R, H·D]."""
@@ -152,13 +144,21 @@ class SplitAttention(nn.Module):
             context.attn_metadata = known
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if len(self.sizes) == 1:
-            whole: torch.Tensor = self.parts[0](q, k, v)
-            return whole
-        queries = torch.split(q, [self.group * size for size in self.sizes], dim=-1)
-        keys, values = (torch.split(x, self.sizes, dim=-1) for x in (k, v))
-        parts = zip(self.parts, queries, keys, values, strict=True)
-        return torch.cat([part(*given) for part, *given in parts], dim=-1)
+        attended: torch.Tensor = self.whole[0](q, k, v)
+        return attended
+
+
+def whole_of(parts: list[ClassLayer]) -> ClassLayer:
+    """An attention layer that takes the heads of all parts, and has the first attend for all."""
+    first, *others = parts
+    if not others:
+        return first
+    impl: Any = first.impl
+    impl.beside = others
+    whole = copy(first)
+    whole.num_heads = sum(part.num_heads for part in parts)
+    whole.num_kv_heads = sum(part.num_kv_heads for part in parts)
+    return whole
 
 
 def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusing: bool) -> None:
@@ -198,4 +198,4 @@ def split_model(model: nn.Module, split: HeadSplit, config: VllmConfig, *, reusi
             )
             first.setdefault(kind, layer.layer_name)
             made.append(layer)
-        module.attn = SplitAttention(made, group, watch)
+        module.attn = SplitAttention(made, watch)
