@@ -41,7 +41,7 @@ def test_it_says_what_a_launched_one_says(kind: str, monkeypatch: pytest.MonkeyP
             runner.flush()
             said, seen = said_behind(runner, done, STEPS, said)
             assert bool(graphs) == captures
-            forms = {size.packed.form for size in graphs if size.packed is not None}
+            forms = {size.packed.ranked for size in graphs if size.packed is not None}
             # Those that rank too.
             assert not captures or ((True,) in forms) == ("choosing" in kind)
             logits.append([*seen, *steps_of(runner, decoding(runner, done, 60), 60)])

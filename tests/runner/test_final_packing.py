@@ -14,9 +14,10 @@ import torch
 from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh
 from families import random_tokens, tiny
-from kvweave import PoolFull
+from kvweave import OutOfMemory, PoolFull
 from kvweave.runner import Packing, Runner, Segment
 from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.pool_bases import PoolBases
 from kvweave.runner.tiers import final_packing
 from packed_decoding import apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import of_format, random_packing
@@ -236,6 +237,25 @@ def test_a_worker_that_dies_leaves_the_first_packing(
     assert len(runner.generate(prompt, "naive", max_new_tokens=5, stop=[]).tokens) == 5
     # The next one has a thread again.
     again = runner.encode(random_tokens(LONG, 8), "next").packing
+    runner.flush()
+    assert again.basis == "own"
+
+
+def test_a_shortage_at_the_switch_leaves_the_first_packing(model: Any, monkeypatch: Any) -> None:
+    tokens = random_tokens(LONG, 8)
+    runner = runner_of(model)
+
+    def fails(*_given: Any) -> None:
+        raise OutOfMemory("bases: expected memory for one, got none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PoolBases, "write", fails)
+        report = runner.encode(tokens, "long").packing
+        runner.flush()
+    assert (report.basis, report.waiting, report.lost) == ("shared", False, None)
+    assert report.why == "failed: bases: expected memory for one, got none"
+    assert runner.packing_stats()["failed"] == 1
+    again = runner.encode(random_tokens(LONG, 9), "next").packing
     runner.flush()
     assert again.basis == "own"
 

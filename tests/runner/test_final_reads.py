@@ -10,9 +10,11 @@ import torch
 
 from decode_batches import decoding
 from document_decoding import documents, fresh
+from families import random_tokens
 from final_tiers import same
 from kvweave import ops
 from kvweave.runner import Runner
+from kvweave.runner.decode import final_reads
 from kvweave.runner.decode.final_reads import FinalReads
 from packed_decoding import steps_of
 from strategy_runners import LAYERS, LONG, all_is_back, runner_of, uneven_model
@@ -112,6 +114,9 @@ def test_it_stays_where_it_is(model: Any) -> None:
     runner = runner_with(model, docs)
     known = None
     for doc in (docs[0], docs[1], docs[0]):
+        # A batch that reads none comes between.
+        with runner.prefill(random_tokens(300, 8), "full", **ASKED) as done:
+            steps_of(runner, decoding(runner, done, STEPS), 2)
         with runner.prefill(prompt_of(doc), "naive", **ASKED) as done:
             steps_of(runner, decoding(runner, done, STEPS), 2)
             assert known is None or reads_of(runner) is known
@@ -128,8 +133,12 @@ def test_it_stays_where_it_is(model: Any) -> None:
     assert all_is_back(runner)
 
 
-def test_entries_are_those_of_each_head(model: Any) -> None:
+@pytest.mark.parametrize("at_once", [1, final_reads._AT_ONCE])
+def test_entries_are_those_of_each_head(
+    model: Any, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
     """Table by table: a head's pages of a format, in all texts of a request, in their order."""
+    monkeypatch.setattr(final_reads, "_AT_ONCE", at_once)
     docs = documents([LONG, 700])
     runner = runner_with(model, docs)
     pool = runner.packed

@@ -13,8 +13,10 @@ import torch
 from decode_batches import decoding
 from document_decoding import DocumentDecoding, documents, fresh
 from families import random_tokens
-from kvweave import PoolFull
+from kvweave import OutOfMemory, PoolFull
 from kvweave.runner import Packing, Strategy
+from kvweave.runner.kv.final_text import FormatPages
+from kvweave.runner.kv.text_memory import TextMemory
 from kvweave.runner.tiers import strategies
 from packed_decoding import apart, packed_runner, steps_of
 from page_meaning import Layer, int4, random_packing
@@ -184,6 +186,40 @@ def test_a_worker_that_dies_leaves_the_first_packing(model: Any, monkeypatch: An
     assert all(torch.equal(one, other) for one, other in zip(*said, strict=True))
     assert runner.packing_stats()["failed"] == 1
     runner.delete("long")
+    assert all_is_back(runner)
+
+
+@pytest.mark.parametrize("of", [(TextMemory, "take"), (FormatPages, "fill")], ids=["room", "bytes"])
+def test_a_shortage_at_the_switch_leaves_the_first_packing(
+    model: Any, monkeypatch: Any, of: tuple[Any, str]
+) -> None:
+    """Whoever decodes goes on, nothing stays held, and another text finds its place."""
+    docs = documents([LONG, LONG + 70])
+
+    def fails(*_given: Any) -> None:
+        raise OutOfMemory("packed documents: expected memory for it, got none")
+
+    runner = runner_of(model, 0.8)
+    prompt = [fresh(70, 1), docs[0], fresh(5, 2)]
+    asked = {"reserve_tokens": 12, "remember": False, "watched": False}
+    with held_back(monkeypatch) as go, monkeypatch.context() as patched:
+        patched.setattr(*of, fails)
+        report = runner.encode(docs[0].tokens, "long").packing
+        with runner.prefill(prompt, "naive", **asked) as done:
+            sequence = decoding(runner, done, 12)
+            logits = steps_of(runner, sequence, 5)
+            go.set()
+            runner.flush()
+            logits += steps_of(runner, sequence, 5)
+    assert report.why == "failed: packed documents: expected memory for it, got none"
+    assert not report.waiting
+    assert runner.packing_stats()["failed"] == 1
+    assert torch.stack(logits).isfinite().all()
+    runner.insert(docs[1].tokens, "other")
+    runner.flush()
+    assert len(runner.packed.final.texts) == 1
+    for name in ("long", "other"):
+        runner.delete(name)
     assert all_is_back(runner)
 
 

@@ -230,6 +230,10 @@ def expect_basis(basis: torch.Tensor, of: ops.PackedFormat, *, axes: bool) -> No
         assert ((directions != 0).sum(-1) <= 1).all()
 
 
+def quarter_in_groups(group: int) -> ops.PackedFormat:
+    return ops.PackedFormat("top-r", 128, 64, "bf16", kept=32, numbers="bf16", group=group)
+
+
 @pytest.mark.parametrize(
     ("name", "page_bytes", "fewer"),
     [
@@ -237,9 +241,15 @@ def expect_basis(basis: torch.Tensor, of: ops.PackedFormat, *, axes: bool) -> No
         ("half-int4", 64 * 2 * (128 // 8 + 128 // 4 + 2), 5),
         ("planes-3", 64 * 96 + 16, 5.2),
         ("planes-2.5", 64 * 80 + 16, 6.2),
+        # The paper's quarter, with a bit for one, two or four channels.
+        ("quarter-bf16", 64 * 2 * (64 + 16), 3.2),
+        (quarter_in_groups(2), 64 * 2 * (64 + 8), 3.55),
+        (quarter_in_groups(4), 64 * 2 * (64 + 4), 3.75),
     ],
 )
-def test_bytes_by_the_allocator(name: str, page_bytes: int, fewer: float) -> None:
+def test_bytes_by_the_allocator(
+    name: str | ops.PackedFormat, page_bytes: int, fewer: float
+) -> None:
     half = tiny("llama", **{**SIZES, "head_dim": 128}).bfloat16()
     runner = packed_runner(half, kv_dtype=name, max_tokens=16384)
     assert runner.packed is not None
@@ -248,7 +258,7 @@ def test_bytes_by_the_allocator(name: str, page_bytes: int, fewer: float) -> Non
         assert stats["held"] == 24
         assert stats["held_bytes"] == 24 * runner.packed.block_pages * page_bytes
         assert 24 * 4 * runner.cache.block_bytes >= fewer * stats["held_bytes"]
-    rows = {"int8": 0, "half-int4": 129}.get(name, 2 * 129)
+    rows = {"int8": 0, "planes-3": 2 * 129, "planes-2.5": 2 * 129}.get(name, 129)
     assert stats["basis_bytes"] == runner.packed.block_pages * 2 * rows * 128 * 4
     bases = runner.packed.nbytes - runner.packed.pages.data.nbytes
     firsts = 0 if name == "int8" else 1 + 64

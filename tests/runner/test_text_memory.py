@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import ops
-from kvweave.errors import PoolFull
+from kvweave.errors import OutOfMemory, PoolFull
 from kvweave.runner.kv import text_memory
 from kvweave.runner.kv.text_memory import Place, TextMemory, memory_bytes, sizes_of
 
@@ -79,6 +79,26 @@ def test_room_in_pieces_is_brought_together() -> None:
     assert torch.equal(memory.part(places[1]), kept[places[1]])
     assert torch.equal(memory.part(places[3]), kept[places[3]])
     assert large.begin == places[3].end
+
+
+def test_a_shortage_while_others_move_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = TextMemory(MOST, FORMATS, CPU)
+    size = MOST // 4
+    places = memory.take([(size, 1)] * 4)
+    kept = written(memory, places)
+    memory.give([places.pop(2), places.pop(0)])
+
+    def fails(*_given: Any) -> None:
+        raise OutOfMemory("packed documents: expected memory for it, got none")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(text_memory, "_zeros", fails)
+        with pytest.raises(OutOfMemory):
+            memory.take([(2 * size, 1)])
+    assert memory.moves == 0
+    check(memory, {place: kept[place] for place in places})
+    memory.take([(2 * size, 1)])
+    check(memory, {place: kept[place] for place in places})
 
 
 def test_pages_are_those_of_their_format() -> None:

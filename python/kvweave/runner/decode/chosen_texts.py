@@ -56,9 +56,10 @@ class ChosenTexts:
         pool: PackedPool,
         before: ChosenTexts | None = None,
     ) -> ChosenTexts:
-        """Of the entries of requests, those of their texts, and where these have their pages.
+        """All entries of requests, `packed`, among them those of texts, `final`.
 
-        Where there is room `before`, and it reads as much, it lies there: that one is returned.
+        `texts`: where these have their pages. Where there is room `before`, and as much is read, it
+        lies there: that one is returned.
         """
         whose, numbers = [], []
         for entries, some in zip(packed, final, strict=True):

@@ -33,9 +33,7 @@ class Decoder:
 
     On a GPU a step is captured once for each size of batch and replayed from then on, where the
     frequencies of RoPE are fixed and the model itself waits for nothing. Steps for which the host
-    copies pages itself, from when it does so on, and those in which heads are ranked among packed
-    pages, are launched one kernel at a time, and so are some that read other texts of a strategy of
-    their own than those before.
+    copies pages itself, from when it does so on, are launched one kernel at a time.
 
     With `drafts` a `round` drafts up to so many tokens by the pages that top-K heads choose, and a
     `step` reads all of them.

@@ -21,7 +21,7 @@ from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.states import States
 from kvweave.runner.kv.tables import Int32
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 21
 """So many heads of entries are looked at at once."""
 
 
@@ -80,9 +80,9 @@ class FinalReads:
         needed = {form: len(entries) for form, (entries, _) in tables.items()}
         if before is None or not before._serves(layers, needed, len(listed)):
             before = _with_room(pool, layers, needed, len(listed), before)
-        nothing = made.nothing
+        nobodys = made.no_tables
         for read in before.reads:
-            read.write(*tables.get(read.form, nothing))
+            read.write(*tables.get(read.form, nobodys))
         return before
 
     @property
@@ -177,7 +177,7 @@ class _Listed:
         return _Listed(sent(np.concatenate(parts), device), *both, len(listed), texts, heads)
 
     @property
-    def nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def no_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         """As `tables`, of a format that nobody reads."""
         layers, heads = self.heads.shape
         return self.entries[:0], self.whose.new_zeros((layers, self.requests * heads))

@@ -257,7 +257,7 @@ class StepGraphs:
         moves = moves_for(rows, slots.lanes)
         regime = slots.batch[0].positions.regime
         form = chosen.form if chosen is not None else ()
-        of_packed = None if packed is None else packed.form
+        of_packed = None if packed is None else packed.ranked
         key = (id(slots), rows, moves, regime, slots.promoted, watched, width, of_packed, form)
         size = self._sizes.get(key)
         # A longer request than ever moves the table of positions.

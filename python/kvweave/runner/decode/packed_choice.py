@@ -65,7 +65,7 @@ class _Ranking:
         self.due.copy_(send_index(device, whole))
 
 
-Form = tuple[bool, ...]
+Ranked = tuple[bool, ...]
 """Of each budget whether anybody is ranked by it."""
 
 
@@ -83,7 +83,7 @@ class ChosenPacked:
     texts: ChosenTexts | None
 
     @property
-    def form(self) -> Form:
+    def ranked(self) -> Ranked:
         """By which budgets heads choose anew."""
         return tuple(ranking is not None for ranking in self.rankings)
 
@@ -159,7 +159,7 @@ class PackedChoice:
         # ranks in it, and what it reads.
         self._index: dict[int, tuple[Int64, torch.Tensor]] = {}
         self._rankings: dict[tuple[int, int], _Ranking] = {}
-        self._steps: dict[tuple[int, Form], ChosenPacked] = {}
+        self._steps: dict[tuple[int, Ranked], ChosenPacked] = {}
         count = pool.kv_heads
         every = np.arange(count, dtype=np.int32)
         self.listing = Reach(2, np.zeros((count, 4), np.int32))
@@ -209,9 +209,9 @@ class PackedChoice:
                 sequence.packed.read_in_part(int(positions[number]))
         index = self._index_of(rows, requests)
         made = ChosenPacked(self, index, tuple(rankings), texts)
-        known = self._steps.get((requests, made.form))
+        known = self._steps.get((requests, made.ranked))
         if known is None or not known.lies_at(made):
-            self._steps[requests, made.form] = known = made
+            self._steps[requests, made.ranked] = known = made
         return known
 
     def _ranking(

@@ -23,7 +23,7 @@ from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.final_reads import FinalReads
-from kvweave.runner.decode.packed_choice import ChosenPacked, Form, PackedChoice
+from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice, Ranked
 from kvweave.runner.decode.text_pages import TextPages
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
@@ -119,9 +119,9 @@ class PackedTables:
     chosen: ChosenPacked | None
 
     @property
-    def form(self) -> Form:
+    def ranked(self) -> Ranked:
         """By which budgets heads choose anew."""
-        return () if self.chosen is None else self.chosen.form
+        return () if self.chosen is None else self.chosen.ranked
 
     def lies_at(self, other: PackedTables) -> bool:
         """Whether all of it lies where another has it."""
@@ -146,15 +146,16 @@ class PackedReads:
         # Steps until a page of any of them is full, and whether what the next one needs is packed.
         self._rests, self._ahead = 0, False
         self._room = PackedRoom(pool, EntryRoom.of(1, 1, pool))
-        # What the batch reads of final texts, where their pages lie, and which version of these
-        # that is.
+        # What the batch reads of final texts, if any, where the last that did had it, where the
+        # texts' pages lie, and which version of these that is.
         self._final: FinalReads | None = None
+        self._final_room: FinalReads | None = None
         self._pages: TextPages | None = None
         self._version = 0
         # Of which entries that is, and what steps know of all, by how many requests have tables and
         # which budgets rank.
         self._of_texts: Sequence[Sequence[FinalEntries]] = ()
-        self._tables: dict[tuple[int, Form], PackedTables] = {}
+        self._tables: dict[tuple[int, Ranked], PackedTables] = {}
         # Where heads that choose find what they choose among, beside such texts.
         self._texts: ChosenTexts | None = None
         # Entries of each of the batch, packed and aside, and whose packed ones are to be made anew.
@@ -242,9 +243,9 @@ class PackedReads:
         if self._choice is not None:
             chosen = self._choice.step(self._batch, at, self._counts, self._texts, requests)
         made = PackedTables(room, self._final, chosen)
-        last = self._tables.get((requests, made.form))
+        last = self._tables.get((requests, made.ranked))
         if last is None or not last.lies_at(made):
-            self._tables[requests, made.form] = last = made
+            self._tables[requests, made.ranked] = last = made
         return last
 
     def _current_room(self, requests: int) -> PackedRoom:
@@ -286,9 +287,10 @@ class PackedReads:
             texts = [text for those in some for text, _ in those]
             self._of_texts = some
             self._pages = TextPages.of(self.pool, texts, self._pages)
-            self._final = (
-                FinalReads.of(self.pool, some, self._pages, self._final) if texts else None
-            )
+            self._final = None
+            if texts:
+                known = self.pool, some, self._pages
+                self._final = self._final_room = FinalReads.of(*known, before=self._final_room)
         if self._choice is not None:
             assert self._pages is not None
             entries = [*packed, *[np.zeros((0, 5), np.int32)] * nobody]

@@ -48,10 +48,14 @@ class FormatPages:
     places: tuple[Place, ...]
 
     @property
+    def data(self) -> torch.Tensor:
+        """Its pages u8 [pages, bytes], block by block: valid until it moves."""
+        return self.memory.part(self.places[0]).view(-1, self.format.page_bytes)
+
+    @property
     def pages(self) -> ops.PackedPages:
-        """Its own pages, block by block: valid until it moves."""
-        of, data = self.format, self.memory.part(self.places[0]).view(-1, self.format.page_bytes)
-        basis = self.basis
+        """The same as pages of blocks that are all in its basis."""
+        of, data, basis = self.format, self.data, self.basis
         if basis is None:
             return ops.PackedPages(data, of)
         numbers = torch.zeros(len(data), dtype=torch.int32, device=data.device)
@@ -59,7 +63,7 @@ class FormatPages:
 
     @property
     def basis(self) -> torch.Tensor | None:
-        """The basis f32 [K, 2, rows, D] of its pages, if its format has one; as `pages`."""
+        """The basis f32 [K, 2, rows, D] of its pages, if its format has one; as `data`."""
         if self.format.basis_rows is None:
             return None
         numbers = self.memory.part(self.places[1]).view(torch.float32)
@@ -73,7 +77,7 @@ class FormatPages:
     def fill(self, made: FormatData) -> None:
         """Writes pages and basis where they lie."""
         count = len(self.ranks)
-        self.pages.data[count:].view(made.data.shape).copy_(made.data)
+        self.data[count:].view(made.data.shape).copy_(made.data)
         if self.basis is not None:
             assert made.basis is not None
             self.basis.copy_(made.basis)

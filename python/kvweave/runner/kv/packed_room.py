@@ -161,6 +161,12 @@ def _final_sizes(spec: ModelSpec, packing: Packing) -> dict[str, Any]:
     return {"has_own": False, "final_share": strategy.final_share, "final_formats": formats}
 
 
+def _text_memory(sizes: PoolSizes, tokens: int, device: torch.device) -> TextMemory | None:
+    """Where texts lie that are packed finally, of a pool of so many tokens; None without any."""
+    formats = sizes.final_formats
+    return TextMemory(sizes.final_bytes(tokens), formats, device) if formats else None
+
+
 def _bases(
     spec: ModelSpec, packing: Packing, pages: ops.PackedPages, tokens: int
 ) -> PoolBases | None:
@@ -221,9 +227,7 @@ def make_packed_pool(
     if arena_bytes is not None:
         tokens = sizes.tokens_within(arena_bytes)
     exact = make_exact(sizes.exact_blocks(tokens), sizes.windows)
-    memory, formats = None, sizes.final_formats
-    if formats:
-        memory = TextMemory(sizes.final_bytes(tokens), formats, spec.device)
+    memory = _text_memory(sizes, tokens, spec.device)
     counted = sizes.packed_blocks(tokens), memory, sizes.least_final
     cache, final = make_books(sizes.packed, *counted, **settings)
     count = sizes.packed_pages(tokens)

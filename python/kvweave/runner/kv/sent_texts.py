@@ -55,7 +55,7 @@ def sent_texts(texts: Sequence[FinalEntries], first: int, sent: npt.NDArray[np.i
             among = np.flatnonzero(np.isin(part.ranks, sent))
             if not len(among):
                 continue
-            data, basis = part.pages.data, part.basis
+            data, basis = part.data, part.basis
             index = (part.blocks(blocks.astype(np.int32))[:, None] + among).reshape(-1)
             pages = data.index_select(0, send_index(data.device, index).long())
             parts[text_pages(number, len(formats))] = pages.view(len(blocks), len(among), -1)

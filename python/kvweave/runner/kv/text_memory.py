@@ -68,8 +68,8 @@ class TextMemory:
         self, nbytes: int, formats: Collection[ops.PackedFormat], device: torch.device
     ) -> None:
         self.most_bytes = nbytes
-        self._begin = max(of.page_bytes for of in formats)
-        self.data = _zeros(self._begin + nbytes, torch.uint8, device)
+        self._nobodys = max(of.page_bytes for of in formats)
+        self.data = _zeros(self._nobodys + nbytes, torch.uint8, device)
         self._pages = {of: self._as_pages(of) for of in formats}
         # In the order in which they lie.
         self._places: list[Place] = []
@@ -108,7 +108,7 @@ class TextMemory:
     def fits(self, sizes: Iterable[Size], without: Collection[Place] = ()) -> bool:
         """Whether there is room for places of these sizes, without some of those that there are."""
         left = [(place.nbytes, place.unit) for place in self._places if place not in without]
-        end = self._begin
+        end = self._nobodys
         for nbytes, unit in (*left, *sizes):
             end = _next(end, unit) + nbytes
         return end <= len(self.data)
@@ -119,7 +119,7 @@ class TextMemory:
         Others move where the room that is left lies in pieces, which `moves` counts.
 
         # Errors
-        `PoolFull` without room.
+        `PoolFull` without room, `OutOfMemory` without memory to move others; nothing has changed.
         """
         if not self.fits(sizes):
             raise self.shortage(sizes)
@@ -148,7 +148,7 @@ class TextMemory:
 
     def _first_fit(self, nbytes: int, unit: int) -> Place | None:
         """A place in the first gap that is large enough."""
-        ends = [self._begin, *(place.end for place in self._places)]
+        ends = [self._nobodys, *(place.end for place in self._places)]
         begins = [*(place.begin for place in self._places), len(self.data)]
         for at, (end, begin) in enumerate(zip(ends, begins, strict=True)):
             first = _next(end, unit)
@@ -159,26 +159,33 @@ class TextMemory:
         return None
 
     def _behind_all(self, nbytes: int, unit: int) -> Place:
-        end = self._places[-1].end if self._places else self._begin
+        end = self._places[-1].end if self._places else self._nobodys
         place = Place(_next(end, unit), nbytes, unit)
         self._places.append(place)
         return place
 
     def _close_up(self) -> None:
-        """Moves all places to the beginning, in their order."""
-        end = self._begin
+        """Moves all places to the beginning, in their order.
+
+        # Errors
+        `OutOfMemory` without room for what is on its way; nothing has moved then.
+        """
+        largest = max((place.nbytes for place in self._places), default=0)
+        between = _zeros(min(largest, MOVED_BYTES), torch.uint8, self.data.device)
+        end = self._nobodys
         for place in self._places:
             begin = _next(end, place.unit)
             if begin != place.begin:
-                self._move(place, begin)
+                self._move(place, begin, between)
                 self.moves += 1
             end = place.end
 
-    def _move(self, place: Place, begin: int) -> None:
+    def _move(self, place: Place, begin: int, between: torch.Tensor) -> None:
         """Moves a place forward; what it lay in before may be part of where it lies then."""
         cuts = [*range(0, place.nbytes, MOVED_BYTES), place.nbytes]
         for first, end in pairwise(cuts):
-            part = self.data[place.begin + first : place.begin + end].clone()
+            part = between[: end - first]
+            part.copy_(self.data[place.begin + first : place.begin + end])
             self.data[begin + first : begin + end].copy_(part)
         place.begin = begin
 

@@ -215,7 +215,7 @@ def parts_of(text: FinalText) -> dict[str, torch.Tensor]:
     parts = {FORMATS: part_of_formats(known)}
     for at, part in enumerate(text.parts):
         count = len(part.ranks)
-        parts[_pages(at)] = part.pages.data[count:].view(len(text.blocks), count, -1).clone()
+        parts[_pages(at)] = part.data[count:].view(len(text.blocks), count, -1).clone()
         if part.basis is not None:
             parts[_basis(at)] = part.basis.clone()
     return parts

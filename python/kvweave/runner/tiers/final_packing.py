@@ -239,10 +239,15 @@ class TextCopy:
             self.end("no room for one more basis")
             return
         blocks = self._blocks
-        bases.write(number, made.basis)
         index = blocks[:, None].astype(np.int64) + np.arange(pool.block_pages)
-        at = torch.from_numpy(index.reshape(-1)).to(pool.pages.data.device)
-        pool.pages.data[at] = made.data.to(pool.pages.data.device)
+        try:
+            at = torch.from_numpy(index.reshape(-1)).to(pool.device)
+            data = made.data.to(pool.device)
+            bases.write(number, made.basis)
+        except RuntimeError as error:
+            self.end(f"failed: {error}", "failed")
+            return
+        pool.pages.data[at] = data
         bases.assign(blocks, number)
         report = self.report
         report.basis, report.basis_bytes = "own", bases.basis_bytes
@@ -255,7 +260,11 @@ class TextCopy:
         assert strategies is not None
         assert self._held is not None
         lost = most_lost(self.lost, self.whole)
-        why = strategies.place(self._held, self._blocks, made, lost, named=self._named)
+        try:
+            why = strategies.place(self._held, self._blocks, made, lost, named=self._named)
+        except RuntimeError as error:
+            self.end(f"failed: {error}", "failed")
+            return
         if why:
             self.end(why)
             return

@@ -78,6 +78,9 @@ class Strategies:
 
         `held` has its `blocks`, and no others behind them. `most_lost`: the most that a KV head of
         a layer loses of it there. `named`: it is a document, else a segment of a request's text.
+
+        # Errors
+        `OutOfMemory` where the device has none for it on its way; nothing has changed then.
         """
         pool, final = self._pool, self._final
         documents = pool.documents
@@ -91,7 +94,12 @@ class Strategies:
         sizes = [size for each in made.made for size in each.sizes]
         if not documents.make_room(len(blocks), sizes):
             return "no room beside the pool for one more document"
-        text = final.take(held.fork(), blocks, made.made, (made.most_lost, made.over_bound))
+        own = held.fork()
+        try:
+            text = final.take(own, blocks, made.made, (made.most_lost, made.over_bound))
+        except BaseException:
+            own.release()
+            raise
         if not named:
             documents.lend(text)
         return ""
