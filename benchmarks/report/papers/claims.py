@@ -133,11 +133,11 @@ def chosen(pages: int, unstable: str) -> Figure:
     return found
 
 
-def stable(*keys: Any) -> Figure:
-    """A figure of the stability that page budgets were chosen by."""
+def stable(*keys: Any, of: str = "smollm2-1024") -> Figure:
+    """A figure of the stability that page budgets were chosen by, of a model and length."""
 
     def found(_: Runs) -> Measured:
-        path = RECORDS / "page_budgets" / "smollm2-1024.json"
+        path = RECORDS / "page_budgets" / f"{of}.json"
         document = json.loads(path.read_text())
         return Measured(figure(_within(document["stability"], keys)), _on(document), path)
 

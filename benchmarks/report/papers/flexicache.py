@@ -13,12 +13,16 @@ CADENCE = "a layer of 40 × 10240 tokens, 64 pages, at the paper's cadence"
 
 CLAIMS = (
     Claim(
-        "Table 1, Figure 1",
+        "Tables 1 and 4 to 6, Figure 1",
         "the unstable quarter of the heads is a model's own: Llama-3.1-8B, two of eight tasks "
         "share 0.83 of it on average; Mistral-7B 0.83, Mistral-Small-24B 0.76, Qwen2.5-32B 0.81 "
         "(A.1)",
-        "SmolLM2-135M, two tasks over one text: {} of it, where {} is chance",
-        (stable("shared_by_tasks", 0, 1), stable("shared_by_chance")),
+        "two tasks over one text: SmolLM2-135M {} of it, Qwen2.5-Coder-0.5B {}, where {} is chance",
+        (
+            stable("shared_by_tasks", 0, 1),
+            stable("shared_by_tasks", 0, 1, of="qwen-coder-4096"),
+            stable("shared_by_chance"),
+        ),
     ),
     Claim(
         "Table 2",
@@ -107,10 +111,13 @@ CLAIMS = (
     Claim(
         "Figure 9",
         "device memory of a request: 70 % less from 20K tokens on",
-        "by the allocator, under the load of Figure 5's row: {} less; one request of 128K tokens "
+        "by the allocator, under the load of Figure 5's row: {} less in 4 layers, {} in all, where "
+        "host memory is short; under that of Figure 6's {}; one request of 128K tokens "
         "whose heads are all stable has {} GB of its {} GB on the device",
         (
             row("host_load", f"{LOAD}: tokens in and out", "KV held", missing),
+            row("host_load_at_once", f"{AT_ONCE}: tokens in and out", "KV held", missing),
+            row("host_load_whole", f"{WHOLE}: tokens in and out", "KV held", missing),
             row("top_k_step", "1 × 131072, 32 layers: 64 pages, over the host", "KV GB"),
             row("top_k_step", "1 × 131072, 32 layers: 64 pages", "KV GB"),
         ),
