@@ -137,7 +137,8 @@ def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:
     (source / "tests").mkdir(parents=True)
     settings = '[tool.pytest.ini_options]\nmarkers = ["skip_global_cleanup"]\n'
     (source / "pyproject.toml").write_text(settings)
-    code = "import os\ndef test_a(): pass\ndef test_b(): assert not os.environ['VLLM_PLUGINS']\n"
+    code = "import os\ndef test_a(): pass\n"
+    code += "def test_b(): assert 'kvweave' not in os.environ['VLLM_PLUGINS'].split(',')\n"
     code += "def test_c(request): assert request.node.get_closest_marker('skip_global_cleanup')\n"
     (source / "tests" / "test_it.py").write_text(code)
     apart = own_tests.isolated(tmp_path, source)
