@@ -6,6 +6,7 @@ source distribution, of the version that is installed, twice: with no plugin, an
 before any test. What became of another in the two runs is listed, and the exit status is 1 then;
 `--record` keeps how many tests ended in which way. What FOLDER does not have yet comes from the
 package index, by pip; for a machine without a network it is made elsewhere by `--fetch VERSION`.
+No hub of models is asked: both runs read the shapes of `own_models`, and there are no weights.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from xml.etree import ElementTree
 
 from benchmarks.quality.sampled import show
 from benchmarks.vllm import registered
+from benchmarks.vllm.own_models import write_models
 from kvweave.lab.bench.rows import Row
 
 CASE = "vllm_own_tests"
@@ -43,7 +45,9 @@ PATHS = (
     "tests/v1/worker/test_gpu_block_table.py",
 )
 """Those that a version does not have are left out, and said."""
-PLUGINS = {"without": "", "with": "kvweave"}
+THEIRS = "dummy_kv_connector_plugin"
+"""A plugin that some of the tests bring along; vLLM loads none that its list does not name."""
+PLUGINS = {"without": THEIRS, "with": f"kvweave,{THEIRS}"}
 BUILD_TOOLS = ("setuptools-scm", "setuptools-rust", "packaging")
 TEST_TOOLS = ("pytest-asyncio", "tblib")
 PIP = (sys.executable, "-m", "pip")
@@ -90,10 +94,14 @@ def outcomes_of(report: Path) -> Outcomes:
 def ran(
     source: Path, paths: list[str], plugins: str, report: Path, limit_s: float, tools: Path
 ) -> Outcomes:
-    """What became of the tests with the plugins of this list; `tools` is on Python's path."""
+    """What became of the tests with the plugins of this list; `tools` is on Python's path.
+
+    Models come from the folder `hub` beside the report alone: asking a hub costs seconds a test.
+    """
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no"]
     words += ["-p", registered.__name__, f"--junitxml={report}", "--rootdir", str(source)]
-    env = {**with_path(tools), "VLLM_PLUGINS": plugins}
+    hub = {"HF_HUB_CACHE": str(report.parent / "hub"), "HF_HUB_OFFLINE": "1"}
+    env = {**with_path(tools), **hub, "VLLM_PLUGINS": plugins}
     env["PYTHONPATH"] += os.pathsep + str(Path(__file__).resolve().parents[2])
     subprocess.run([*words, *paths], cwd=source, env=env, timeout=limit_s, check=False)
     if not report.exists():
@@ -155,6 +163,7 @@ def main(words: list[str] | None = None) -> int:
     with TemporaryDirectory() as made:
         folder = Path(made)
         apart = isolated(folder, source)
+        write_models(folder / "hub")
         paths = [path for path in chosen.paths if (apart / path.partition("::")[0]).exists()]
         for path in sorted(set(chosen.paths) - set(paths)):
             print(f"{path}: vLLM {wanted} has none")

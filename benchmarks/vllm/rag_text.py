@@ -34,8 +34,11 @@ class RagLoad:
     seed: int = 0
 
 
-def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A tokenizer of whole words, `w0` and so on, with an end of text and a chat template."""
+def write_tokenizer(folder: Path, vocabulary: int, *marks: str) -> None:
+    """A tokenizer of whole words, `w0` and so on, with an end of text and a chat template.
+
+    `marks` are special tokens beyond the vocabulary, from the number `vocabulary` on.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +46,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     known = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0", eos_token=END)
+    known.add_tokens(list(marks), special_tokens=True)
     known.chat_template = TEMPLATE
     known.save_pretrained(folder)
 

@@ -131,10 +131,15 @@ def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:
     double.mkdir(parents=True)
     (double / "__init__.py").touch()
     (double / "plugins.py").write_text("def load_general_plugins(): pass\n")
+    platform = "class current_platform:\n    is_cpu = staticmethod(lambda: True)\n"
+    (double / "platforms.py").write_text(platform)
     source = tmp_path / "source"
     (source / "tests").mkdir(parents=True)
-    (source / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
-    code = "import os\ndef test_a(): pass\ndef test_b(): assert not os.environ['VLLM_PLUGINS']\n"
+    settings = '[tool.pytest.ini_options]\nmarkers = ["skip_global_cleanup"]\n'
+    (source / "pyproject.toml").write_text(settings)
+    code = "import os\ndef test_a(): pass\n"
+    code += "def test_b(): assert 'kvweave' not in os.environ['VLLM_PLUGINS'].split(',')\n"
+    code += "def test_c(request): assert request.node.get_closest_marker('skip_global_cleanup')\n"
     (source / "tests" / "test_it.py").write_text(code)
     apart = own_tests.isolated(tmp_path, source)
     found = [
@@ -145,3 +150,4 @@ def test_both_runs_are_of_the_same_tests(tmp_path: Path) -> None:
     ]
     (line,) = own_tests.differences(*found)
     assert line.endswith("test_b: passed without, failed with")
+    assert {name[-6:]: end for name, end in found[0].items()}["test_c"] == "passed"
