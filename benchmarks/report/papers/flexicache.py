@@ -13,7 +13,7 @@ CADENCE = "a layer of 40 × 10240 tokens, 64 pages, at the paper's cadence"
 
 CLAIMS = (
     Claim(
-        "Tables 1 and 4 to 6, Figure 1",
+        "Table 1, Tables 4 to 6, Figure 1",
         "the unstable quarter of the heads is a model's own: Llama-3.1-8B, two of eight tasks "
         "share 0.83 of it on average; Mistral-7B 0.83, Mistral-Small-24B 0.76, Qwen2.5-32B 0.81 "
         "(A.1)",

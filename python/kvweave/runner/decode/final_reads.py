@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.device_memory import sent
+from kvweave.device_memory import needs_memory, sent
 from kvweave.ops import Reach, RopeTable, Table, Workspace
 from kvweave.runner.decode.text_pages import Layers, TextPages, joined
 from kvweave.runner.kv.final_texts import FinalEntries
@@ -63,6 +63,7 @@ class FinalReads:
         self._reach = Reach(pool.kv_heads, heads)
 
     @staticmethod
+    @needs_memory("entries of packed texts")
     def of(
         pool: PackedPool,
         listed: Sequence[Sequence[FinalEntries]],
@@ -71,7 +72,11 @@ class FinalReads:
     ) -> FinalReads:
         """What requests read: `listed` of each are its texts and entries of these.
 
-        Where all of it has room `before`, it lies there, and that one is returned.
+        Where all of it has room `before`, it lies there, and that one is returned. Entries are 20
+        bytes a page and layer's KV head, beside the bytes of the arena.
+
+        # Errors
+        `OutOfMemory` where the device has none for them.
         """
         heads = pool.heads.reading & (pool.heads.budget_of < 0)
         layers = texts.layers(heads)

@@ -289,8 +289,8 @@ class PackedReads:
             self._pages = TextPages.of(self.pool, texts, self._pages)
             self._final = None
             if texts:
-                known = self.pool, some, self._pages
-                self._final = self._final_room = FinalReads.of(*known, before=self._final_room)
+                reads = FinalReads.of(self.pool, some, self._pages, before=self._final_room)
+                self._final = self._final_room = reads
         if self._choice is not None:
             assert self._pages is not None
             entries = [*packed, *[np.zeros((0, 5), np.int32)] * nobody]

@@ -434,6 +434,13 @@ class _Repack(Job):
         self._copy.of.computing.soon(lambda: self._ended(error))
 
     def _ended(self, error: BaseException | None) -> None:
+        # This thread need not be the one that computes, whose stream may be another.
+        device = self._copy.of.pool.device
+        _settle(device)
+        self._decide(error)
+        _settle(device)
+
+    def _decide(self, error: BaseException | None) -> None:
         copy, made = self._copy, self._made
         if error is not None or made is None:
             copy.end(f"failed: {error}", "failed")
@@ -443,3 +450,9 @@ class _Repack(Job):
             copy.end("no basis of its own loses less than the shared one")
         else:
             copy.switch(made)
+
+
+def _settle(device: torch.device) -> None:
+    """Waits for all that a device was asked to do, by whichever stream."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

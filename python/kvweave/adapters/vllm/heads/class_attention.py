@@ -36,20 +36,24 @@ class ClassAttention(PagedAttention):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As there, of query [R, H, D], key and value [R, G, D] of all classes."""
-        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        scales: dict[str, Any] = {
+            "output_scale": output_scale,
+            "output_block_scale": output_block_scale,
+        }
         if not self.beside or attn_metadata is None:
             given = query, key, value, kv_cache, attn_metadata, output
             return super().forward(layer, *given, **scales)
         known: Any = get_forward_context().attn_metadata
         parts = layer, *self.beside
-        queries = query.split([part.num_heads for part in parts], 1)
         heads = [part.num_kv_heads for part in parts]
-        keys, values = key.split(heads, 1), value.split(heads, 1)
+        queries = torch.split(query, [part.num_heads for part in parts], 1)
+        kv = zip(torch.split(key, heads, 1), torch.split(value, heads, 1), strict=True)
         made = []
-        for part, *own in zip(parts, queries, keys, values, strict=True):
+        for part, q, (k, v) in zip(parts, queries, kv, strict=True):
             attend = super().forward if part is layer else part.impl.forward
-            out = output.new_empty(own[0].shape)
-            made.append(attend(part, *own, part.kv_cache, known[part.layer_name], out, **scales))
+            out = output.new_empty(q.shape)
+            given = q, k, v, part.kv_cache, known[part.layer_name], out
+            made.append(attend(part, *given, **scales))
         return torch.cat(made, 1, out=output)
 
 
