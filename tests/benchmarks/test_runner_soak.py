@@ -72,8 +72,8 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
 ) -> None:
     soak = Soak(tmp_path, remote, 0, KINDS[:2])
     run_without_complaints(soak, SECONDS, TURN_S)
-    assert all(load.tally.counts["finished"] > 0 for load in soak.loads)
-    assert all(load.probes.compared > 0 for load in soak.loads)
+    assert all(load.tally.counts["finished"] > 5 for load in soak.loads)
+    assert all(load.probes.compared > 20 for load in soak.loads)
     rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], 3)
     assert len({row.name for row in rows}) == len(rows)
     assert [row.value for row in rows if row.name == "complaints"] == [3]
