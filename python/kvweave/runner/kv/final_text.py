@@ -101,8 +101,7 @@ class FormatPages:
 
     def blocks(self, numbers: Int32) -> Int32:
         """The first pages of blocks, by their numbers in the text."""
-        firsts: Int32 = (len(self.ranks) * (1 + numbers)).astype(np.int32)
-        return firsts
+        return _behind_null(len(self.ranks), numbers)
 
     def unpack(
         self,
@@ -117,13 +116,12 @@ class FormatPages:
         `within`: of the pages of a block those from one to below another, from the first of which
         exact blocks begin; else all.
         """
-        pages, ranks, blocks = self.pages, self.ranks, self.blocks(numbers)
+        pages, ranks = self.pages, self.ranks
         if within is not None:
             among = np.flatnonzero((ranks >= within[0]) & (ranks < within[1]))
             if not len(among):
                 return
             pages, ranks = _some_of_each(pages, len(ranks), among), ranks[among] - within[0]
-            blocks = (len(ranks) * (1 + numbers)).astype(np.int32)
         count, parts = len(ranks), exact.shape[1]
         at = (exact.reshape(-1, 1).astype(np.int64) + ranks).reshape(-1)
         there = send_index(into.device, at).long()
@@ -131,10 +129,16 @@ class FormatPages:
         between = between.to(into.device)
         # Slots behind the last token stay as they are.
         between[count:] = into.index_select(0, there)
-        firsts = count * (1 + np.arange(exact.size, dtype=np.int32)).reshape(-1, parts)
-        packs = np.column_stack((blocks, tokens, firsts)).astype(np.int32)
+        firsts = _behind_null(count, np.arange(exact.size, dtype=np.int32)).reshape(-1, parts)
+        packs = np.column_stack((_behind_null(count, numbers), tokens, firsts)).astype(np.int32)
         ops.unpack_pages(pages, between, packs, pages=count)
         into.index_copy_(0, there, between[count:])
+
+
+def _behind_null(count: int, numbers: Int32) -> Int32:
+    """The first pages of blocks of so many pages, by their numbers behind a null block."""
+    firsts: Int32 = (count * (1 + numbers)).astype(np.int32)
+    return firsts
 
 
 def _some_of_each(pages: ops.PackedPages, count: int, among: Int64) -> ops.PackedPages:
