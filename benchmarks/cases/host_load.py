@@ -3,12 +3,14 @@
 Random weights at the shape of a known model, prompts of random tokens, an arena of so many bytes on
 the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of
 every four KV heads one reads everything, the others choose pages every 16 steps, and pages that
-these do not read lie in the host's memory (FlexiCache, section 4). *mirrored* besides copies pages
-there as they fill, where the task asks for that (`copies`); *fp8* and *late* are asked for there
-too, as `Runner(host_dtype=…)` and `Runner(host_arrivals=…)` have them. All get the same requests,
-all at once, and then at the rate at which *all* got through its own. What callers hear is measured,
-what the cache says that requests held on the device while they decoded, for each of their tokens,
-and how much was copied to the host.
+these do not read lie in the host's memory (FlexiCache, section 4), while the device has little room
+left. *mirrored* besides copies pages there as they fill, where the task asks for that (`copies`);
+*always* has them lie there whether the device has room or not, and *fp8* and *late* are asked for
+there too, as `Runner(host_dtype=…)` and `Runner(host_arrivals=…)` have them. All get the same
+requests, all at once, and then at the rate at which *all* got through its own. What callers hear is
+measured, what the cache says that requests held on the device while they decoded, for each of their
+tokens, how much was copied to the host, and the bounds that pages were chosen by, which lie beside
+the arena: a task may leave room for them by its `arena_bytes`.
 
 `python -m benchmarks.cases.host_load --json FILE [--task '{"copies": ["spill", "mirror"]}']` writes
 a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
@@ -33,7 +35,7 @@ from typing import Any
 import torch
 
 from benchmarks.cases.engine_load import Load, Task, carry_out, model_of
-from benchmarks.cases.top_k_step import choosing
+from benchmarks.cases.top_k_step import bounds_bytes, choosing
 from benchmarks.heard import Heard, figures
 from benchmarks.load import AT_ONCE, POISSON, arrivals, shape_of
 from benchmarks.report.record import joined
@@ -49,6 +51,12 @@ PAGES, WHOLE_EVERY = 64, 4
 ALL, STOCK = "all", "stock"
 """What others are set beside; vLLM as it is, as `benchmarks.vllm.serve` calls it."""
 CADENCE = "cadence"
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "fp8": {"host_dtype": "fp8"},
+    "late": {"host_arrivals": "late"},
+    "always": {"host_free_share": 1.0},
+}
+"""What a runner is asked for besides, by how a contender is named."""
 HOST_OVER_DEVICE = 6
 """Host memory for so many times the arena, where a task says no other."""
 ON_GPU = Task(requests=200, answer=(50, 1500), chunk=4096, layers=4, arena_bytes=2 * 2**30)
@@ -59,16 +67,19 @@ QUICK = Task("tiny Llama", 4, (80, 160), (8, 40), 64, arena_bytes=400 * 2**10)
 class Held:
     """Bytes on the device that decoding requests hold, beside those that all their KV would be.
 
-    Both are sums over looks, of which one is taken every so many steps.
+    Both are sums over looks, of which one is taken every so many steps: of all requests, and of
+    those that are long.
     """
 
     EVERY = 32
+    LONG = 20_000
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.looks = 0
-        self.bytes = self.whole = 0
+        self.bytes, self.whole = [0, 0], [0, 0]
         self.most = 0
+        self.bounds = 0
         self._copied = self._copied_ever()
 
     def _copied_ever(self) -> int:
@@ -87,14 +98,19 @@ class Held:
         lives = [live for live in engine._live.values() if live.done is not None]
         shape = self.load.runner.cache.shape
         token = shape.layers * shape.kv_heads * shape.page_bytes // shape.page_tokens
-        self.bytes += sum(sum(live.done.request.kv_bytes()) for live in lives)
-        self.whole += sum(token * live.done.request.length for live in lives)
+        for request in (live.done.request for live in lives):
+            for which in range(1 + (request.length > self.LONG)):
+                self.bytes[which] += sum(request.kv_bytes())
+                self.whole[which] += token * request.length
         self.most = max(self.most, len(lives))
+        self.bounds = max(self.bounds, bounds_bytes(self.load.runner._decoder))
 
     @property
-    def share(self) -> float:
-        """Of the bytes that all their KV would be."""
-        return self.bytes / max(1, self.whole)
+    def shares(self) -> dict[str, float]:
+        """Of the bytes that all their KV would be, of all requests and of long ones."""
+        names = "KV held", f"KV held beyond {self.LONG}"
+        known = zip(names, self.bytes, self.whole, strict=True)
+        return {name: held / whole for name, held, whole in known if whole}
 
 
 def rows_of(task: Task, pages: int = PAGES) -> list[Row]:
@@ -131,9 +147,8 @@ def contenders(task: Task, model: Any, pages: int) -> Iterator[tuple[str, dict[s
             heads = choosing(spec, pages, unstable_every=WHOLE_EVERY)
             yield f"over the host, {CADENCE}", {**how, "heads": heads, "host_arrivals": "late"}
             continue
-        if copies in ("fp8", "late"):
-            asked = "host_dtype" if copies == "fp8" else "host_arrivals"
-            yield f"over the host, {copies}", {**how, asked: copies}
+        if copies in OTHERWISE:
+            yield f"over the host, {copies}", {**how, **OTHERWISE[copies]}
             continue
         named = "over the host" + (", mirrored" if copies == "mirror" else "")
         yield named, {**how, "host_copies": copies}
@@ -156,8 +171,8 @@ def loaded(load: Load, what: str, rate: float) -> Iterator[Row]:
 
 
 def named(name: str, heard: list[Heard], counted: dict[str, Any], held: Held) -> list[Row]:
-    beside = {**counted, "decoding at once": held.most, "KV held": held.share}
-    beside["copied GB"] = held.copied / 1e9
+    beside = {**counted, "decoding at once": held.most, **held.shares}
+    beside["copied GB"], beside["bounds GB"] = held.copied / 1e9, held.bounds / 1e9
     return list(figures(name, heard, beside))
 
 

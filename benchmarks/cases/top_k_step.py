@@ -37,6 +37,7 @@ from kvweave.lab.bench.device_timing import FULL, QUICK, DeviceClock
 from kvweave.lab.bench.rows import Row, expect
 from kvweave.lab.bench.timing import summarise
 from kvweave.runner.decode import Decoder, Decoding, Sampling
+from kvweave.runner.kv.beside_host import HostMemory
 from kvweave.runner.kv.heads import HeadReads
 from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.host_pool import HostPool, make_host_pools
@@ -75,6 +76,28 @@ class Load:
         """
         blocks = self.requests * (-(-(self.tokens + steps) // PAGE) + 1) + 1
         return (blocks + blocks // 32) * self.layers * kv_heads
+
+
+def host_memory(size: int, copies: str | None) -> HostMemory:
+    """What decoding over so many bytes of the host's is asked for; without `copies` there is none.
+
+    Requests are spilled as soon as they can be: these steps are about what that costs.
+    """
+    if copies is None:
+        return HostMemory()
+    return HostMemory(
+        size,
+        copies="mirror" if copies == "mirror" else "spill",
+        dtype="fp8" if copies == "fp8" else None,
+        arrivals="late" if copies == "late" else "exact",
+        free_share=1.0,
+    )
+
+
+def bounds_bytes(decoder: Decoder) -> int:
+    """Bytes of the device that bounds take beside the arena, and other vectors of pages."""
+    chosen = [slots.chosen for slots in decoder._slots if slots.chosen is not None]
+    return sum(group.bounds.nbytes for of in chosen for group in of.groups)
 
 
 LOADS = (
@@ -267,10 +290,7 @@ class Stepped:
         shape = KvShape(len(spec.layers), spec.kv_heads, spec.head_dim, PAGE, KV_DTYPES[spec.dtype])
         cache = KvCache(shape, external=pages, heads=heads, fingerprint=spec.fingerprint)
         rotary = Rotary(spec)
-        size = pages.nbytes if host_copies else None
-        dtype = "fp8" if host_copies == "fp8" else None
-        arrivals = "late" if host_copies == "late" else "exact"
-        host = make_host_pools(cache, pages, size, host_copies or "spill", dtype, arrivals)
+        host = make_host_pools(cache, pages, host_memory(pages.nbytes, host_copies))
         reads = HeadReads(spec, cache, host=host, verified=drafts > 0)
         decoder = Decoder(reads, rotary, pages, drafts)
         positions, tokens = rotary.table(load.tokens + steps), np.zeros(load.tokens, np.int32)
@@ -320,7 +340,7 @@ class Stepped:
             beside["nobody ranked ms"] = float(np.sort(by_phase)[: EVERY - 1].mean()) * 1e3
             beside["all ranked ms"] = float(by_phase.max()) * 1e3
             beside["all join ms"] = self.join() * 1e3
-        beside["bounds GB"] = self.bounds_bytes() / 1e9
+        beside["bounds GB"] = bounds_bytes(self.decoder) / 1e9
         beside["KV GB"] = sum(request.kv_bytes()[0] for request in self.requests) / 1e9
         return [Row(name, mean, "ms", float(np.percentile(times, 95)) * 1e3, beside)]
 
@@ -352,12 +372,6 @@ class Stepped:
         """Seconds of a step whose requests all come anew; graphs that know it are there."""
         self.decoder.forget()
         return self.step(self.batch)
-
-    def bounds_bytes(self) -> int:
-        slots = self.decoder._slots[-1]
-        expect(slots.chosen is not None, "expected heads that choose pages, got none")
-        assert slots.chosen is not None
-        return sum(group.bounds.nbytes for group in slots.chosen.groups)
 
     def check(self) -> None:
         """Whether steps were captured on a GPU, and each of the requests said a token in each."""

@@ -58,7 +58,7 @@ HEADER = """\
 | more than the first by | worst tenth | same token |
 |---:|---|---:|---:|---|---|---|---:|---:|---|---:|---:|"""
 HOST_BYTES = 4 << 30
-HOSTS: dict[str, dict[str, str]] = {
+HOSTS: dict[str, dict[str, Any]] = {
     "exact": {"host_arrivals": "exact"},
     "fp8": {"host_arrivals": "exact", "host_dtype": "fp8"},
     "late": {"host_arrivals": "late"},
@@ -84,7 +84,10 @@ class Way:
 
     def runner_settings(self) -> dict[str, Any]:
         """What a runner is asked for beside the map: `host` is "" or one of `HOSTS`."""
-        over = {"host_bytes": HOST_BYTES, **HOSTS[self.host]} if self.host else {}
+        over: dict[str, Any] = {}
+        if self.host:
+            # Spilled as soon as they can be: what comes back from there is what is measured.
+            over = {"host_bytes": HOST_BYTES, "host_free_share": 1.0, **HOSTS[self.host]}
         return {**over, "bounds_dtype": self.bounds} if self.bounds else over
 
     def heads(self, stability: Stability, steps: int) -> HeadClassMap:

@@ -45,7 +45,7 @@ def test_each_way_is_one_thing_otherwise() -> None:
     over = over_host(8, ["exact", "fp8"])
     settings = [way.runner_settings() for way in over]
     assert all(asked.pop("host_bytes") > 0 for asked in settings)
-    exact = {"host_arrivals": "exact"}
+    exact = {"host_arrivals": "exact", "host_free_share": 1.0}
     assert settings == [exact, {**exact, "host_dtype": "fp8"}]
     assert {json.dumps(classes_of(way)) for way in over} == {maps[0]}
     assert ways[0].runner_settings() == {}

@@ -19,15 +19,20 @@ def host_runner(
     host_dtype: str | None = None,
     host_arrivals: str = "exact",
     host_ahead_bytes: int | None = None,
+    host_free_share: float = 1.0,
     **settings: Any,
 ) -> Runner:
-    """A runner of a tiny model whose heads have these classes, in turn."""
+    """A runner of a tiny model whose heads have these classes, in turn.
+
+    Over host memory requests are spilled as soon as they can be, where nobody says otherwise.
+    """
     settings = {"max_tokens": 4096, "page_tokens": PAGE, **settings}
     settings = {"progress": False, "check": False, **settings}
     plain = Runner(model, **{**settings, "max_tokens": 64, "speculate": None, "bounds_dtype": None})
     heads = kinds_map(plain.spec, kinds)
     over: dict[str, Any] = {"host_bytes": host_bytes, "host_copies": host_copies}
     over |= {"host_dtype": host_dtype, "host_arrivals": host_arrivals}
+    over["host_free_share"] = None if host_bytes is None else host_free_share
     return Runner(model, heads=heads, host_ahead_bytes=host_ahead_bytes, **over, **settings)
 
 

@@ -59,13 +59,14 @@ def test_the_device_holds_slots_and_the_newest_pages(llama: Any) -> None:
     assert nothing_is_held(runner)
 
 
-def test_more_requests_decode_at_once_than_the_device_could_hold(llama: Any) -> None:
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_more_requests_decode_at_once_than_the_device_could_hold(llama: Any, share: float) -> None:
     """What spilled requests gave back others are prefilled into; nobody gives way."""
     prompts = [random_tokens(200, seed) for seed in range(6)]
     ask = {"max_new_tokens": 40, "stop": (), "remember": False}
     resident = host_runner(llama, [top_k(4, 4)], None)
     wanted = [resident.generate(p, "full", **ask).tokens for p in prompts]
-    runner = host_runner(llama, [top_k(4, 4)], max_tokens=440)
+    runner = host_runner(llama, [top_k(4, 4)], max_tokens=440, host_free_share=share)
     engine = runner.engine()
     asked = [engine.submit(p, "full", **ask) for p in prompts]
     most = 0

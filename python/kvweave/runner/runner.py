@@ -31,7 +31,7 @@ from kvweave.runner.healing import Healing, check_healing
 from kvweave.runner.knowledge import Knowledge
 from kvweave.runner.knowledge_base import KnowledgeBase
 from kvweave.runner.kv.beside_drafts import check_drafting, check_speculate
-from kvweave.runner.kv.beside_host import arrivals_of, check_host
+from kvweave.runner.kv.beside_host import HostMemory
 from kvweave.runner.kv.beside_packed import check_kv_dtype
 from kvweave.runner.kv.block_counts import block_counts
 from kvweave.runner.kv.heads import HeadReads
@@ -67,16 +67,17 @@ class Runner(KnowledgeBase, Retention, HandOff):
     for the model's own dtype, or a format ("int4", "int8", "half-int4", "quarter-bf16", "planes-3",
     "planes-2.5", an `ops.PackedFormat` or a `Packing`) in which full pages are packed, into the
     pool `packed` (docs/packed-kv.md). `host_bytes`: of the host's memory for pages that top_k heads
-    of `heads` seldom read, in the pools `host` (None: none). `host_copies`: "spill" copies there
-    what frees room, "mirror" all pages as they fill; `host_dtype`: None as they are, "fp8" in a
-    byte a number; `host_arrivals`: "late" has no step wait for pages that it chose, "exact" each
-    one (None: late, but exact beside `speculate`); `host_ahead_bytes`: of it, what is touched and
-    pinned before it is needed (None: a GiB on a GPU). `bounds_dtype`: what top_k heads choose pages
-    by is kept as keys are (None), or in "fp8". `speculate`: tokens that a round drafts by the pages
-    of top_k heads and verifies by all, so that answers are dense (docs/sparse-decode.md). `store`,
-    a `Store` or its folder: documents are written there and read; `document_bytes`: host memory for
-    documents whose blocks leave the device; `remote`: a store on another machine behind these
-    (docs/tiers.md).
+    of `heads` seldom read, in the pools `host` (None: none). Requests are spilled there while less
+    of the device's pages are free than `host_free_share` (None: half of them; 1: always).
+    `host_copies`: "spill" copies there what frees room, "mirror" all pages as they fill;
+    `host_dtype`: None as they are, "fp8" in a byte a number; `host_arrivals`: "late" has no step
+    wait for pages that it chose, "exact" each one (None: late, but exact beside `speculate`);
+    `host_ahead_bytes`: of it, what is touched and pinned before it is needed (None: a GiB on a
+    GPU). `bounds_dtype`: what top_k heads choose pages by is kept as keys are (None), or in "fp8".
+    `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by all, so that
+    answers are dense (docs/sparse-decode.md). `store`, a `Store` or its folder: documents are
+    written there and read; `document_bytes`: host memory for documents whose blocks leave the
+    device; `remote`: a store on another machine behind these (docs/tiers.md).
     `zero_on_free`: what blocks held that went back is overwritten (docs/SECURITY.md). `mode` is
     "materialise" (reused KV is copied and rotated to its place) or "share" (read where it lies,
     queries rotated). `eviction` ("lru", "cost-aware", "s3-fifo" or "lfu") orders what is cached
@@ -112,6 +113,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         host_dtype: str | None = None,
         host_arrivals: str | None = None,
         host_ahead_bytes: int | None = None,
+        host_free_share: float | None = None,
         bounds_dtype: str | None = None,
         store: Store | str | PathLike[str] | None = None,
         document_bytes: int | None = None,
@@ -132,9 +134,9 @@ class Runner(KnowledgeBase, Retention, HandOff):
         self.spec = describe(model)
         check_place(self.spec.dtype, self.spec.device)
         check_settings(page_tokens, chunk_tokens, mode, heads, bounds_dtype)
-        over = (host_bytes, host_copies, host_dtype)
-        check_host(*over, host_arrivals, host_ahead_bytes, kv_dtype)
-        arrive = arrivals_of(host_arrivals, speculate), host_ahead_bytes
+        how_kept = (host_copies, host_dtype, host_arrivals, host_ahead_bytes, host_free_share)
+        over = HostMemory(host_bytes, *how_kept)
+        over.check(kv_dtype)
         zeroes = flag("zero_on_free", zero_on_free) or None
         packing = check_kv_dtype(kv_dtype, profile=profile, canary=canary, zero_on_free=zeroes)
         heads = of_weights(check_profile(profile, canary, self.spec, heads), model)
@@ -145,7 +147,7 @@ class Runner(KnowledgeBase, Retention, HandOff):
         how |= {"frozen_share": real("frozen_share", frozen_share)}
         how |= {"eviction": word("eviction", eviction)}
         self.cache, pages, self.packed = make_pools(self.spec, page_tokens, **how)
-        self.host = make_host_pools(self.cache, pages, *over, *arrive)
+        self.host = make_host_pools(self.cache, pages, over.beside_drafts(speculate))
         self.heads, self.progress, self.eviction = heads, progress, eviction
         self.prompts = PromptTokenizer(tokenizer, self.spec.vocabulary)
         rotary = Rotary(self.spec)

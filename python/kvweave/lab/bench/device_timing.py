@@ -70,8 +70,11 @@ class DeviceClock:
         }
 
 
-def replayed(call: Call) -> Call:
-    """The call as a replay of a CUDA graph that it was captured in."""
+def replayed(call: Call, captured_on: torch.cuda.Stream | None = None) -> Call:
+    """The call as a replay of a CUDA graph that it was captured in.
+
+    What is captured on a stream has its priority wherever it is replayed.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -80,7 +83,7 @@ def replayed(call: Call) -> Call:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=captured_on):
         call()
     return graph.replay
 

@@ -8,8 +8,9 @@ slots in place of the request's blocks.
 
 A request is spilled just before it is ranked: nobody reads between two rankings what its table
 lists. Pages since then lie in blocks of its own until the next one. When it is ranked first, all of
-them do, and begin to be copied. Where pages are mirrored, each is copied behind the step that has
-filled it, also of requests that are never spilled.
+them do: they begin to be copied then, or at a later ranking, once the device has little room left.
+Where pages are mirrored, each is copied behind the step that has filled it, also of requests that
+are never spilled.
 """
 
 from __future__ import annotations
@@ -166,20 +167,27 @@ class HostSlots:
                     self.failures[row] = error
 
     def begin(self, step: ListedStep, some: Int64, array: Int32) -> None:
-        """Has pages of some of a step's requests begin to be copied, which were ranked first.
+        """Has pages of some of a step's requests begin to be copied, which were ranked.
 
-        `array` i32 [N, 5]: the entries as they are.
+        `array` i32 [N, 5]: the entries as they are. Nothing is done while the device has room.
         """
-        for number, host in self._of(step, some):
-            host.begin(self._full(step, number, array))
+        if len(some) and self.pool.is_pressed:
+            for number, host in self._of(step, some):
+                host.begin(self._full(step, number, array))
 
     def spill(self, step: ListedStep, some: Int64, array: Int32) -> bool:
         """Has pages of some of a step's requests lie in host memory, which are ranked next.
 
-        As `follow_all`. `array` as for `begin`.
+        While the device has room only those of requests that have some there. As `follow_all`.
+        `array` as for `begin`.
         """
+        pressed = self.pool.is_pressed
         for number, host in self._of(step, some):
-            host.spill(self._full(step, number, array))
+            if host.count or pressed:
+                full = self._full(step, number, array)
+                # What was not copied while there was room is not waited for now.
+                host.begin(full)
+                host.spill(full)
         return self.follow_all(step, some)
 
     def mirror(self, step: ListedStep, some: Int64, array: Int32) -> None:

@@ -8,7 +8,7 @@ group that is ranked at every step has none: its pages would travel in every ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvweave.cache import KvCache, KvShape
 from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
 from kvweave.runner.kv.aside import Arrival, Aside
+from kvweave.runner.kv.beside_host import FREE_SHARE, HostMemory
 from kvweave.runner.kv.host_arena import AHEAD_BYTES, HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
 from kvweave.runner.kv.tables import Int32, send
@@ -39,9 +40,10 @@ class HostPool:
     Both `home.pages` and the device's `arena` are [pages, 2, P, D]. On the CPU the device is the
     other arena. `scales` u8 [pages, 2], on the device, of pages that are kept as fp8 here: see
     `RowPages`. `mirrors`: whether pages are copied here as they fill, those that are not spilled
-    too. `aside` makes copies that decoding does not wait for. `late` brings pages that a ranking
-    has chosen, where rankings take effect late; None where a step waits for these. Whatever
-    the host itself asks for is tried again where it fails: `transfers` counts that.
+    too. `device` counts the pages of the arena; while less than `free_share` of them are free
+    requests are spilled. `aside` makes copies that decoding does not wait for. `late` brings pages
+    that a ranking has chosen, where rankings take effect late; None where a step waits for these.
+    Whatever the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
     budget: PageBudget
@@ -49,8 +51,10 @@ class HostPool:
     home: HostArena
     arena: torch.Tensor
     aside: Aside
+    device: KvCache
     scales: torch.Tensor | None = None
     mirrors: bool = False
+    free_share: float = FREE_SHARE
     late: Aside | None = None
     transfers: Transfers = field(default_factory=Transfers)
 
@@ -76,6 +80,17 @@ class HostPool:
     def waits(self) -> bool:
         """Whether the host copies what a GPU would read: a step waits for that."""
         return self.arena.is_cuda and not self.pinned
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether the device has few pages left that nobody holds, so that requests are spilled.
+
+        What is cached and held by nobody counts as free: it goes when its room is wanted.
+        """
+        stats = self.device.stats()
+        held = sum(group["held"] * group["block_pages"] for group in stats["groups"])
+        total = int(stats["arena_pages"])
+        return bool(total - held < self.free_share * total)
 
     @property
     def slots(self) -> int:
@@ -290,29 +305,19 @@ def _carry_rounded(
 
 
 def make_host_pools(
-    cache: KvCache,
-    arena: torch.Tensor,
-    host_bytes: int | None,
-    copies: str = "spill",
-    dtype: str | None = None,
-    arrivals: str = "exact",
-    ahead: int | None = None,
+    cache: KvCache, arena: torch.Tensor, asked: HostMemory
 ) -> Mapping[int, HostPool]:
-    """The pools of a cache's head groups, by their numbers, of so many bytes together.
+    """The pools of a cache's head groups, by their numbers, of as many bytes together as is asked.
 
-    None where `host_bytes` is. Each has a share by its heads, and takes
-    memory of it as it needs that. `copies`: "mirror" copies pages as they fill, "spill" those that
-    are spilled. `dtype`: "fp8" keeps them in a byte a number, None as they are. `arrivals`: "late"
-    has rankings take effect late, "exact" has their steps wait for what they bring. `ahead`: bytes
-    that are reserved before they are needed, by a thread; None for some on a GPU, none elsewhere.
+    None where none are. Each has a share by its heads, and takes memory of it as it needs that.
 
     # Errors
     `InvalidArgument` for heads of which none is ranked less often than at every step, and for bytes
     that hold no block of one of the groups; `OutOfMemory` for what the host cannot hold.
     """
-    if host_bytes is None:
+    if asked.size is None:
         return {}
-    whole("host_bytes", host_bytes, 1)
+    host_bytes = whole("host_bytes", asked.size, 1)
     budgets = [budget for budget in budgets_of(cache) if budget.every > 1]
     if not budgets:
         raise InvalidArgument(
@@ -320,45 +325,43 @@ def make_host_pools(
             "got none"
         )
     heads = sum(budget.heads for budget in budgets)
-    of = cache.shape
-    kept = of.dtype if dtype is None else "fp8_e4m3"
-    shape = KvShape(1, heads, of.head_dim, of.page_tokens, kept)
     # The null block and one more of each.
-    least = 2 * heads * shape.page_bytes
+    least = 2 * heads * _shape(cache.shape, heads, asked).page_bytes
     if host_bytes < least:
         raise InvalidArgument(f"host_bytes: expected at least {least}, got {host_bytes}")
+    ahead = asked.ahead
     if ahead is None:
         ahead = AHEAD_BYTES if arena.is_cuda else 0
 
-    def share(of: int, budget: PageBudget) -> int:
-        return of * budget.heads // heads
+    def of_heads(budget: PageBudget) -> HostMemory:
+        size, early = (of * budget.heads // heads for of in (host_bytes, ahead))
+        return replace(asked, size=size, ahead=early)
 
-    return {
-        budget.group: _made(
-            budget, shape, arena, share(host_bytes, budget), share(ahead, budget), copies, arrivals
-        )
-        for budget in budgets
-    }
+    return {b.group: _made(b, cache, arena, of_heads(b)) for b in budgets}
 
 
-def _made(
-    budget: PageBudget,
-    of: KvShape,
-    arena: torch.Tensor,
-    size: int,
-    ahead: int,
-    copies: str,
-    arrivals: str,
-) -> HostPool:
-    shape = KvShape(1, budget.heads, of.head_dim, of.page_tokens, of.dtype)
-    cache = KvCache(shape, arena_bytes=size, memory=False)
+def _shape(of: KvShape, heads: int, asked: HostMemory) -> KvShape:
+    """That of pages of so many heads in host memory."""
+    dtype = of.dtype if asked.dtype is None else "fp8_e4m3"
+    return KvShape(1, heads, of.head_dim, of.page_tokens, dtype)
+
+
+def _made(budget: PageBudget, device: KvCache, arena: torch.Tensor, asked: HostMemory) -> HostPool:
+    cache = KvCache(_shape(device.shape, budget.heads, asked), arena_bytes=asked.size, memory=False)
     sizes = (cache.stats()["arena_pages"], *arena.shape[1:])
-    rounds = of.dtype == "fp8_e4m3"
-    dtype = torch.float8_e4m3fn if rounds else arena.dtype
-    home = HostArena(sizes, dtype, arena.device, ahead)
+    dtype = arena.dtype if asked.dtype is None else torch.float8_e4m3fn
     scales = None
-    if rounds:
+    if asked.dtype is not None:
         scales = torch.zeros((sizes[0], 2), dtype=torch.uint8, device=arena.device)
-    late = Aside(arena.device) if arrivals == "late" else None
-    known = budget, cache, home, arena, Aside(arena.device)
-    return HostPool(*known, scales, copies == "mirror", late)
+    return HostPool(
+        budget,
+        cache,
+        HostArena(sizes, dtype, arena.device, asked.ahead or 0),
+        arena,
+        Aside(arena.device),
+        device,
+        scales,
+        mirrors=asked.copies == "mirror",
+        free_share=FREE_SHARE if asked.free_share is None else asked.free_share,
+        late=Aside(arena.device) if asked.arrivals == "late" else None,
+    )
