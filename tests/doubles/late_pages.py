@@ -26,7 +26,8 @@ class LateBudget:
     """Which pages each head of one budget reads, by its rank, step by step of one request.
 
     `home`: how many first pages lie in the host's memory, of a budget that is not ranked at every
-    step: those that are spilled before the second ranking and behind each one from then on.
+    step: those that are spilled behind its first ranking, copied at once, before a second one in
+    the next step, or else before the one that is due, and behind each one from then on.
     `slots`: the page that each slot of a head holds. `waits`: pages come over when the next ranking
     waits for them, else before the step behind the one that ranks.
     """
@@ -103,7 +104,7 @@ class LateBudget:
         if self.now == "ranks late":
             self._bring()
         elif ranked is not None and not self.home and self.budget.every > 1:
-            soon = self.position + 1 - ranked >= self.budget.every
+            soon = self.position == ranked or self.position + 1 - ranked >= self.budget.every
             if soon and full > self.room:
                 self.home, self.slots, self.ranked = full, {}, None
 

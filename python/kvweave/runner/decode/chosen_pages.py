@@ -232,8 +232,11 @@ class _Budget:
         ranked, goes_on = self.ranked[step.rows], step.last + 1 < step.ends
         if self.host is not None:
             self.host.begin(step, np.flatnonzero((ranked >= step.positions) & goes_on), array)
-        age = step.last + 1 - ranked
-        soon = np.flatnonzero((ranked >= 0) & (age >= self.budget.every) & goes_on)
+        due = step.last + 1 - ranked >= self.budget.every
+        if self.host is not None and self.late is not None:
+            # The device has their room as soon as they are ranked again: that is not waited for.
+            due |= self.host.may_leave(step)
+        soon = np.flatnonzero((ranked >= 0) & due & goes_on)
         if len(soon):
             self._prepare(step, soon, array)
         if self.host is not None:

@@ -135,6 +135,8 @@ class HostSlots:
         self.pool = pool
         self.failures: Failures = {}
         self.room = HostRoom.made(pool, 0, _FEWEST_PAGES, self.failures)
+        # Rows whose first pages have begun to be copied, until they lie at home.
+        self._begun: set[int] = set()
         # Of each row: whose pages the device was told of, and how many.
         self._told: dict[int, tuple[KvRequest | None, int]] = {}
 
@@ -150,6 +152,7 @@ class HostSlots:
     def forget(self, row: int) -> None:
         """Lets go of a request's row: what its slots hold is nobody's."""
         self._told.pop(row, None)
+        self._begun.discard(row)
         self.failures.pop(row, None)
 
     def each(self, rows: Int32, work: Callable[[slice], None]) -> None:
@@ -174,6 +177,23 @@ class HostSlots:
         if len(some) and self.pool.is_pressed:
             for number, host in self._of(step, some):
                 host.begin(self._full(step, number, array))
+                if host.is_copying:
+                    self._begun.add(int(step.rows[number]))
+
+    def may_leave(self, step: ListedStep) -> npt.NDArray[np.bool_]:
+        """Whose first pages have been copied, and lie on the device, which has little room: [B].
+
+        Nobody waits.
+        """
+        there = np.zeros(len(step.rows), bool)
+        if not self._begun or not self.pool.is_pressed:
+            return there
+        begun = np.flatnonzero(np.isin(step.rows, list(self._begun)))
+        for number, host in self._of(step, begun):
+            there[number] = host.is_copied
+            if not host.is_copying:
+                self._begun.discard(int(step.rows[number]))
+        return there
 
     def spill(self, step: ListedStep, some: Int64, array: Int32) -> bool:
         """Has pages of some of a step's requests lie in host memory, which are ranked next.

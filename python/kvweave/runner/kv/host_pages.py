@@ -64,6 +64,16 @@ class HostPages:
         except _STAYS:
             self._leave_home()
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether first pages have begun to come over, and still lie on the device."""
+        return self._coming is not None and not self.count
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether all that have begun to come over are there. Nobody waits."""
+        return self.is_copying and self._coming is not None and self._coming.is_there()
+
     def _frees(self, entries: int) -> bool:
         """Whether the first entries take more pages of the device than their slots would."""
         slots = self.pool.slots

@@ -151,7 +151,7 @@ impl Room for CacheRoom {
         tokens: usize,
         spare: usize,
     ) -> Result<usize, Shortage> {
-        let parts = self.ledger.may_part(request);
+        let parts = self.ledger.may_part(request) && !self.ledger.is_worth_waiting(request, tokens);
         match self.admit_whole(request, tokens, spare) {
             Err(_) if parts => self.admit_in_parts(request, tokens, spare),
             outcome => outcome,

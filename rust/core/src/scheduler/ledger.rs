@@ -18,6 +18,10 @@ pub struct LedgerGroup {
     pub window: Option<LocalWindow>,
 }
 
+/// A prompt that takes at most one of so many of all pages waits for room as a whole, rather than be
+/// computed in parts, each of which reads all before it over the bus.
+const WHOLE_SHARE: usize = 4;
+
 #[derive(Clone, Copy, Debug, Default)]
 struct Account {
     /// Pages that are counted as this request's.
@@ -158,6 +162,16 @@ impl BlockLedger {
     #[must_use]
     pub fn may_part(&self, request: RequestId) -> bool {
         self.leaves(request) && !self.exhausted
+    }
+
+    /// Whether a request that does not fit as a whole now, and [`Self::may_part`], had better wait
+    /// until it does: it is small, and what others hold who will end would suffice.
+    #[must_use]
+    pub fn is_worth_waiting(&self, request: RequestId, tokens: usize) -> bool {
+        let account = self.accounts.get(&request).copied().unwrap_or_default();
+        let pages = self.pages_of(tokens.max(account.reserved)).saturating_sub(account.shared);
+        let held: usize = self.accounts.values().map(|account| account.held).sum();
+        pages <= self.total / WHOLE_SHARE && held > 0 && pages <= self.free + held
     }
 
     /// Whether a request's prompt may be computed in parts.
@@ -341,7 +355,7 @@ impl Room for BlockLedger {
         tokens: usize,
         spare: usize,
     ) -> Result<usize, Shortage> {
-        let parts = self.may_part(request);
+        let parts = self.may_part(request) && !self.is_worth_waiting(request, tokens);
         match self.admit_whole(request, tokens, spare) {
             Err(_) if parts => self.admit_in_parts(request, tokens, spare),
             outcome => outcome,
@@ -472,6 +486,33 @@ mod tests {
         ledger.release(one);
         assert_eq!(ledger.homes.fits(&[30], false), Ok(()));
         assert_eq!((ledger.is_in_parts(one), ledger.leaves(one)), (false, false));
+    }
+
+    #[test]
+    fn what_is_small_waits_for_room_as_a_whole_while_others_hold_it() {
+        let group = |block_pages| LedgerGroup { block_pages, window: None };
+        let home = HomeGroup { group: 1, slots: 2, newest: 3, total: 300 };
+        let ledger = BlockLedger::new(100, 4, 16, &[group(1), group(4)]).unwrap();
+        let mut ledger = ledger.with_homes(&[home], 8).unwrap();
+        let requests = [RequestId(1), RequestId(2), RequestId(3)];
+        for request in requests {
+            ledger.may_leave(request, true);
+        }
+        let [large, small, larger] = requests;
+        assert_eq!(ledger.admit(large, 64, 0), Ok(0));
+        assert_eq!((ledger.held(large), ledger.is_in_parts(large)), (80, false));
+        // 25 pages of 100, of which 20 are free: as a whole, or not now. Its working set is as large
+        // as five blocks are; of a larger one fewer pages would do.
+        assert!(ledger.is_worth_waiting(small, 20));
+        assert!(!ledger.admit(small, 20, 0).unwrap_err().at_home);
+        assert!(!ledger.is_worth_waiting(larger, 21));
+        // Nobody who holds anything will give it back: what is taken beside goes by itself.
+        ledger.release(large);
+        ledger.tell_free(24);
+        assert!(!ledger.is_worth_waiting(small, 20));
+        ledger.tell_free(25);
+        assert_eq!(ledger.admit(small, 20, 0), Ok(0));
+        assert!(!ledger.is_in_parts(small));
     }
 
     #[test]
