@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "ttft_cuda": ttft_cuda.run,
     "ttft_heads": ttft_heads.run,
     "ttft_packed": ttft_packed.run,
+    "ttft_packed_parts": ttft_packed.parts,
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
@@ -115,6 +116,7 @@ ON_A_GPU_IF_ANY = {
     "speculation_text",
     "tiers",
     "ttft_packed",
+    "ttft_packed_parts",
 }
 # Cases of bytes alone: another program beside them changes nothing.
 UNTIMED = {"head_memory"}

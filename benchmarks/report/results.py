@@ -45,6 +45,7 @@ TITLES = {
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "ttft_packed": "Time to first token over packed documents and exact ones, random weights",
+    "ttft_packed_parts": "Where naive first tokens of these go on a GPU, by class of kernels",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "page_tasks": "Answers of tasks by few pages, asked for behind 256 generated tokens",
     "page_tasks_periods": "The same by how often pages are ranked, and by which score",

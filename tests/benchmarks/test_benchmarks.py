@@ -97,6 +97,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "store",
         "tiers",
         "ttft_packed",
+        "ttft_packed_parts",
         "workflow",
     }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "speculation", "ttft_heads"}
