@@ -17,7 +17,7 @@ Every call is a graph of its own; the L2 cache holds nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -113,7 +113,10 @@ class Text:
         return f"{self.shape.name}, {self.requests} × {self.tokens} tokens"
 
     @classmethod
-    def of(cls, shape: Shape, requests: int, tokens: int) -> Text:
+    def of(
+        cls, shape: Shape, requests: int, tokens: int, names: Collection[str] | None = None
+    ) -> Text:
+        """Random numbers, packed in the named formats, or in all."""
         generator = torch.Generator("cuda").manual_seed(tokens)
         blocks = requests * tokens // PAGE
         heads, dim, each = shape.kv_heads, shape.head_dim, PACKED_PAGE // PAGE
@@ -129,6 +132,8 @@ class Text:
         ops.bound_packed(cache, bounds, packs, pages=heads, page_tokens=PACKED_PAGE)
         rope, packed = shape.rope(), {}
         for name, of in formats(dim).items():
+            if names is not None and name not in names:
+                continue
             bases = random_bases(heads, of, generator)
             pages = ops.PackedPages.zeros(heads * (count + 1), of, "cuda", bases=bases)
             ops.pack_pages(cache, pages, packs, pages=heads)
@@ -320,27 +325,28 @@ def _packing(text: Text, clock: DeviceClock, effort: Effort, ceilings: Ceilings)
 def _buffer(clock: DeviceClock, effort: Effort, ceilings: Ceilings) -> list[Row]:
     """64 tokens of a whole model, of one request and of 16."""
     rows = []
-    generator = torch.Generator("cuda").manual_seed(PACKED_PAGE)
     for requests in (1, 16):
-        each = PACKED_PAGE // PAGE
-        size = (BUFFER_PAGES * (requests * each + 1), 2, PAGE, LLAMA.head_dim)
-        cache = torch.randn(size, device="cuda").bfloat16()
-        order = torch.arange(1, requests * each + 1, device="cuda").view(requests, each)
-        targets = torch.arange(1, requests + 1, device="cuda")[:, None]
-        columns = (BUFFER_PAGES * targets, targets * 0 + PACKED_PAGE, BUFFER_PAGES * order)
-        packs = torch.cat(columns, 1).int()
         for name, of in formats(LLAMA.head_dim).items():
-            bases = random_bases(BUFFER_PAGES, of, generator)
-            packed = ops.PackedPages.zeros(BUFFER_PAGES * (requests + 1), of, "cuda", bases=bases)
-
-            def pack(given: tuple[Any, ...] = (cache, packed, packs)) -> None:
-                ops.pack_pages(*given, pages=BUFFER_PAGES)
-
-            timing = clock.time({"pack": replayed(pack)}, effort)["pack"]
+            timing = clock.time({"pack": replayed(buffer(requests, name))}, effort)["pack"]
             count = requests * BUFFER_PAGES * (4 * PACKED_PAGE * LLAMA.head_dim + of.page_bytes)
             beside = {"floor µs": count / ceilings.copy * 1e6}
             rows.append(_row(f"a full buffer of {requests}: pack {name}", timing, beside))
     return rows
+
+
+def buffer(requests: int, name: str) -> Callable[[], None]:
+    """Packs 64 tokens of a whole model, of so many requests, in a format."""
+    generator = torch.Generator("cuda").manual_seed(PACKED_PAGE)
+    each, of = PACKED_PAGE // PAGE, formats(LLAMA.head_dim)[name]
+    size = (BUFFER_PAGES * (requests * each + 1), 2, PAGE, LLAMA.head_dim)
+    cache = torch.randn(size, device="cuda").bfloat16()
+    order = torch.arange(1, requests * each + 1, device="cuda").view(requests, each)
+    targets = torch.arange(1, requests + 1, device="cuda")[:, None]
+    columns = (BUFFER_PAGES * targets, targets * 0 + PACKED_PAGE, BUFFER_PAGES * order)
+    packs = torch.cat(columns, 1).int()
+    bases = random_bases(BUFFER_PAGES, of, generator)
+    packed = ops.PackedPages.zeros(BUFFER_PAGES * (requests + 1), of, "cuda", bases=bases)
+    return lambda: ops.pack_pages(cache, packed, packs, pages=BUFFER_PAGES)
 
 
 def _row(name: str, timing: Timing, beside: dict[str, Any]) -> Row:

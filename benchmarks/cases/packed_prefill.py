@@ -93,15 +93,16 @@ def titled(way: Packing | None) -> str:
 
 def _timed(runner: Runner, tokens: list[int]) -> Timed:
     """A prefill by the host's clock, with all that the device does for it."""
-    _wait()
+    waited()
     start = time.perf_counter()
     done = runner.prefill(tokens, "full", remember=False)
-    _wait()
+    waited()
     seconds = time.perf_counter() - start
     done.release()
     return seconds, done.report.packed
 
 
-def _wait() -> None:
+def waited() -> None:
+    """Waits for all that the device was asked to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

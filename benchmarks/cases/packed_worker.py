@@ -72,16 +72,16 @@ def stepped(model: Any, load: Load) -> list[Row]:
         asked = [engine.submit(one.tolist(), max_new_tokens=answer, stop=()) for one in prompts]
         while not all(request.tokens for request in asked):
             engine.step()
-        _steps(engine, WARM_STEPS)
-        before = _steps(engine, load.steps // 2)
+        steps_of(engine, WARM_STEPS)
+        before = steps_of(engine, load.steps // 2)
         report = runner.encode(random.integers(0, words, load.document).tolist(), "document")
         packing = report.packing
         assert packing is not None
-        beside = _steps(engine, load.steps)
+        beside = steps_of(engine, load.steps)
         expect(packing.waiting, f"expected steps beside the thread, got {packing}")
         runner.flush()
         expect(packing.basis == "own", f"expected a document packed finally, got {packing}")
-        quiet = before + _steps(engine, load.steps // 2)
+        quiet = before + steps_of(engine, load.steps // 2)
         expect(not any(request.ended for request in asked), "expected requests that decode on")
     rows = []
     for what, times in (("in quiet", quiet), ("a document is packed finally", beside)):
@@ -93,7 +93,7 @@ def stepped(model: Any, load: Load) -> list[Row]:
     return rows
 
 
-def _steps(engine: Engine, count: int) -> list[float]:
+def steps_of(engine: Engine, count: int) -> list[float]:
     """Seconds of so many steps, each of which says a token of every request."""
     times = []
     for _ in range(count):

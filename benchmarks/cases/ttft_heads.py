@@ -99,6 +99,16 @@ class Bench:
         parts = [part for count in fresh[:-1] for part in (draw(int(count)), draw(each, "kb"))]
         return [*parts, draw(int(fresh[-1]))]
 
+    def opened(self, parts: Sequence[kvweave.Segment], **how: Any) -> kvweave.Runner:
+        """A runner that has the segments of a prompt as documents; `how`: what it is asked for."""
+        tokens = sum(len(part.tokens or ()) for part in parts)
+        known = {"max_tokens": 2 * tokens + 4096, "frozen_share": 0.6, "progress": False}
+        runner = kvweave.Runner(self.model, **known | {"check": how.get("heads") is None} | how)
+        for index, part in enumerate(p for p in parts if p.namespace):
+            runner.insert(list(part.tokens or ()), f"segment {index}", "kb")
+        runner.flush()
+        return runner
+
     def measure(
         self,
         parts: Sequence[kvweave.Segment],
@@ -110,24 +120,20 @@ class Bench:
 
         `how`: what its runner is asked for.
         """
-        tokens = sum(len(part.tokens or ()) for part in parts)
-        known = {"max_tokens": 2 * tokens + 4096, "frozen_share": 0.6, "progress": False}
-        runner = kvweave.Runner(self.model, **known | {"check": how.get("heads") is None} | how)
-        for index, part in enumerate(p for p in parts if p.namespace):
-            runner.insert(list(part.tokens or ()), f"segment {index}", "kb")
-        runner.flush()
+        runner = self.opened(parts, **how)
         # The first prefill of each warms up what the others are timed with.
         firsts = {name: self._peak(runner, parts, policy) for name, policy in policies.items()}
         samples: dict[str, list[float]] = {name: [] for name in policies}
         for name in turns(list(policies), rounds):
-            samples[name].append(self._prefill(runner, parts, policies[name]).ttft_s)
+            samples[name].append(self.prefilled(runner, parts, policies[name]).ttft_s)
         for name, spent in samples.items():
             yield name, Measured(summarise(spent), *firsts[name])
 
     @staticmethod
-    def _prefill(
+    def prefilled(
         runner: kvweave.Runner, parts: Sequence[kvweave.Segment], policy: Policy
     ) -> kvweave.Report:
+        """What one prefill reports, whose logits are looked at."""
         with runner.prefill(list(parts), policy, remember=False, watched=False) as done:
             expect(bool(done.logits.isfinite().all()), f"{policy.name}: a logit is not finite")
             report = done.report
@@ -141,11 +147,11 @@ class Bench:
     ) -> tuple[kvweave.Report, int]:
         """The report, and the allocator's peak beside weights and pages in bytes (0 on a CPU)."""
         if runner.spec.device.type != "cuda":
-            return self._prefill(runner, parts, policy), 0
+            return self.prefilled(runner, parts, policy), 0
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        report = self._prefill(runner, parts, policy)
+        report = self.prefilled(runner, parts, policy)
         return report, torch.cuda.max_memory_allocated() - before
 
     def rows(

@@ -4,17 +4,27 @@ The prompt of `ttft_heads`, 97 % of it cached documents, with random weights; no
 documents are copied to their places or read where they lie; packed ones are always read where they
 lie, and what a policy computes lies aside. How near answers stay is told by
 `benchmarks.quality.packed_documents`.
+
+`parts` says where a first token of naive reading goes on a GPU, which computes as many rows over
+packed documents as over exact ones: the time that the GPU works, kernel class by kernel class as
+one prefill under torch's profiler has it, and what is left of the first token's time, in which it
+waits for the host. A prompt over packed pages is computed in chunks by position, of its own text
+alone: "one chunk" has as many rows in one pass through the layers.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from benchmarks.cases.ttft_heads import LOOKED_AT, Bench, beside
+from benchmarks.device.profile import profile
 from kvweave.lab.bench.rows import Row
+from kvweave.lab.bench.timing import summarise
 from kvweave.policies import Full, Naive, Policy
 
 LONG = ("Llama-3.1-8B", 32768, 5)
@@ -53,3 +63,36 @@ def run(quick: bool) -> list[Row]:
         if on_gpu:
             torch.cuda.empty_cache()
     return rows
+
+
+def parts(quick: bool) -> list[Row]:
+    """Where a first token of naive reading goes, over documents that lie in each way."""
+    on_gpu = torch.cuda.is_available()
+    name, tokens, rounds = QUICK if quick or not on_gpu else LONG
+    bench = Bench(name, "cuda" if on_gpu else "cpu")
+    prompt, rows = bench.prompt(tokens), []
+    ways = {**KEPT, "INT4, one chunk": {"kv_dtype": "int4", "chunk_tokens": tokens}}
+    for kept, how in ways.items():
+        asked = {"max_tokens": ROOM * tokens, **how}
+        with closing(bench.opened(prompt, **asked)) as runner:
+            reports = [bench.prefilled(runner, prompt, Naive()) for _ in range(1 + rounds)]
+            spent = summarise([report.ttft_s for report in reports[1:]])
+            of: dict[str, Any] = {"look-up ms": reports[-1].timings.lookup_s * 1e3}
+            if on_gpu:
+                of |= _classes(lambda: bench.prefilled(runner, prompt, Naive()), spent.median_s)
+        title = f"{name}, {tokens} tokens: naive, {kept}"
+        rows.append(Row(title, spent.median_s * 1e3, "ms", spent.p95_s * 1e3, of))
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _classes(call: Callable[[], object], seconds: float) -> dict[str, Any]:
+    """Milliseconds of a call by class of kernel; what is left of so many seconds, unprofiled."""
+    spent, kernels = profile(call)
+    # Under the profiler the host takes longer: these gaps say nothing.
+    spent.pop("gaps", None)
+    busy = sum(spent.values())
+    shown = {f"{kind} ms": round(ms, 2) for kind, ms in sorted(spent.items())}
+    return {"GPU ms": busy, "waits ms": seconds * 1e3 - busy, "kernels": kernels, **shown}

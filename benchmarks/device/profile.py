@@ -12,6 +12,8 @@ CLASSES = (
     ("attention", r"attend_|flash|fmha|sdpa|mha_|attention"),
     ("scores", r"score_"),
     ("copies", r"copy_rerotate"),
+    ("unpacking", r"unpack_|restore_|spread_"),
+    ("packing", r"pack_pages|pack_top_r|pack_planes"),
     ("writes", r"write_pages"),
     ("rotations", r"rotate_rows"),
     ("GEMM", r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|dot_kernel"),

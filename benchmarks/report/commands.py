@@ -65,6 +65,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "vllm_restart": ("python -m benchmarks.vllm.restart FOLDER",),
     "vllm_restart_weighed": ("python -m benchmarks.vllm.restart FOLDER stock kept",),
     "counters": ("python -m benchmarks.device.counters",),
+    "counters_packed": ("python -m benchmarks.device.counters --packed",),
     "vllm": (f"{VLLM} --jobs latency capacity throughput", SEGMENTS),
     "vllm_compiled": (f"{VLLM} --mode compiled --jobs latency decode",),
     "vllm_load": (

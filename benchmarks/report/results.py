@@ -45,6 +45,7 @@ TITLES = {
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "ttft_packed": "Time to first token over packed documents and exact ones, random weights",
+    "ttft_packed_parts": "Where naive first tokens of these go on a GPU, by class of kernels",
     "heads_quality": "Nearness to full under head maps, 4 segments encoded apart",
     "page_tasks": "Answers of tasks by few pages, asked for behind 256 generated tokens",
     "page_tasks_periods": "The same by how often pages are ranked, and by which score",
@@ -67,7 +68,9 @@ TITLES = {
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_prefill": "A prompt of 64K tokens packed beside what is computed and behind, 8 of 8B",
+    "packed_prefill_final": "The same of text that is packed finally, segment by segment, 2 of 8B",
     "packed_worker": "Decode steps while the host packs a document finally, 8 layers of 8B",
+    "packed_worker_final": "The same by strategies and in segments, 4 of 8B",
     "packed_capacity": "The longest request and the largest batch one GPU holds, 8B shape",
     "packed_rows": "Rows of a prompt over packed pages as they lie and over a copy, one layer",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",
@@ -88,6 +91,7 @@ TITLES = {
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
+    "counters_packed": "The same of calls over packed pages",
 }
 # Rows of a long case that a page has room for.
 SHOWN = {"attention": " 4096 ", "packed_decode": " 16 × 32768 "}

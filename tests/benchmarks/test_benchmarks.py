@@ -87,14 +87,17 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "packed_capacity",
         "packed_kinds",
         "packed_prefill",
+        "packed_prefill_final",
         "packed_rows",
         "packed_step",
         "packed_worker",
+        "packed_worker_final",
         "scheduler",
         "speculation_text",
         "store",
         "tiers",
         "ttft_packed",
+        "ttft_packed_parts",
         "workflow",
     }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "speculation", "ttft_heads"}
@@ -341,6 +344,19 @@ def test_counters_are_of_cases_that_miss_a_target() -> None:
     rows.append({"name": "no such case", "of": {"met": "no"}})
     with pytest.raises(ValueError, match="expected known cases, got no such case"):
         device_counters.missed({"cuda_ops": {"rows": rows}})
+
+
+def test_counters_are_told_apart_by_the_kernel_between_two_cases() -> None:
+    kernels = [("attend", 3), ("merge", 1), ("at::cuda::spin_kernel(long)", 9), ("pack", 2)]
+    lines = ['"ID","Kernel Name","time"', '"","","ns"']
+    lines += [f'"{at}","{name}","{time}"' for at, (name, time) in enumerate(kernels)]
+    lines.append('"4","at::cuda::spin_kernel(long)","9"')
+    said = "\n".join(["==PROF== Connected", *lines, "==PROF== Disconnected"])
+    cases = device_counters.by_case(said)
+    names = [[kernel["Kernel Name"] for kernel in case] for case in cases]
+    assert names == [["attend", "merge"], ["pack"]]
+    assert cases[1][0]["time"] == "2"
+    assert device_counters.by_case("==ERROR== no counters here") == []
 
 
 @pytest.mark.parametrize(("text", "got"), [("[]", "a list"), ("3", "int"), ("null", "NoneType")])

@@ -11,9 +11,11 @@ from benchmarks.cases import (
     packed_capacity,
     packed_kinds,
     packed_prefill,
+    packed_prefill_final,
     packed_rows,
     packed_step,
     packed_worker,
+    packed_worker_final,
     workflow,
     zeroing,
 )
@@ -67,6 +69,23 @@ def test_prompts_are_packed_beside_and_behind(monkeypatch: pytest.MonkeyPatch) -
     assert rows[0].of["÷ exact"] == 1.0
 
 
+def test_prompts_are_packed_finally_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_prefill_final, "PREFILLS", 1)
+    load = packed_prefill_final.QUICK
+    rows = packed_prefill_final.prefilled(load, "cpu")
+    whats = [row.name.removeprefix(f"{load.title}: ") for row in rows]
+    assert whats[:2] == ["exact", "int4, behind"]
+    assert whats[2:] == [
+        f"int4, by a strategy in segments of {load.segment}",
+        f"half-int4, in segments of {load.segment}",
+        f"planes-3, in segments of {load.planes}",
+    ]
+    assert rows[0].of == {"÷ exact": 1.0}
+    assert all(row.value > 0 and row.of["final s"] > 0 for row in rows[2:])
+    # Of its two KV heads one stays in INT4.
+    assert [row.of["formats"] for row in rows[2:]] == [2, 1, 1]
+
+
 def test_steps_are_timed_while_a_document_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = final_packing.Made
 
@@ -78,6 +97,17 @@ def test_steps_are_timed_while_a_document_is_packed(monkeypatch: pytest.MonkeyPa
     quiet, beside = packed_worker.run(quick=True)
     assert quiet.value > 0
     assert beside.of["÷ quiet"] == beside.value / quiet.value
+
+
+def test_steps_are_timed_while_texts_come_to_lie_in_several_formats() -> None:
+    rows = packed_worker_final.run(quick=True)
+    whats = [row.name.split(", ", 3)[3] for row in rows]
+    document, segments = "a document, by a strategy", "segments, by a strategy"
+    assert whats[0] == "in quiet"
+    assert f"{document}: switched" in whats
+    assert whats[-2:] == [f"{segments}: switched", f"{segments}: 2 of 2 lie so"]
+    assert all(row.of["÷ quiet"] == row.value / rows[0].value for row in rows)
+    assert [row.of["formats"] for row in rows[-2:]] == [2, 2]
 
 
 def test_more_fits_where_pages_are_packed() -> None:

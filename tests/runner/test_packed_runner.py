@@ -16,7 +16,7 @@ import kvweave
 from decode_batches import decoding
 from families import random_tokens, tiny
 from head_maps import runner_of
-from kvweave import InvalidArgument, PoolFull, RemoteStore, Unsupported, ops
+from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.adapters.kvpress import PressedCache
 from kvweave.lab.eval.corpus import corpus_of
 from kvweave.runner import Canary, Healing, Packing, Runner, Segment
@@ -369,7 +369,6 @@ def refusals(runner: Runner, model: Any, name: str) -> dict[str, Any]:
         "pin": [lambda: runner.pin(tokens)],
         "zero_on_free": [lambda: packed_runner(model, kv_dtype=name, zero_on_free=True)],
         "bounds_dtype": [lambda: packed_runner(model, kv_dtype=name, bounds_dtype="fp8")],
-        "remote": [lambda: packed_runner(model, kv_dtype=name, remote=RemoteStore("memory", {}))],
     }
 
 

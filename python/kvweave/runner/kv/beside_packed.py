@@ -13,7 +13,6 @@ NOT_BESIDE_PACKED = {
     "pin": "it would hold exact pages alone",
     "zero_on_free": "documents wait in copies to be packed, which nobody overwrites",
     "bounds_dtype": "packed pages have bounds of their own, in the basis that they are packed in",
-    "remote": "what another machine keeps of documents are exact pages",
 }
 """By the argument or call that asks for it: why packed pages do not serve it."""
 

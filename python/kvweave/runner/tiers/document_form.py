@@ -86,7 +86,17 @@ class DocumentForm(Protocol):
         As for `Store.put`.
         """
 
-    def read(self, shard: Shard) -> StoredDocument:
+    def send(self, store: RemoteStore, document: Any) -> None:
+        """As `write`, to a store on another machine.
+
+        # Errors
+        As for `RemoteStore.put`.
+        """
+
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes of the parts of a document of so many tokens, but for their ids, at most."""
+
+    def read(self, shard: Shard | RemoteShard) -> StoredDocument:
         """The document in a shard.
 
         # Errors
@@ -163,6 +173,10 @@ class ExactForm:
     def send(self, store: RemoteStore, document: KvPayload) -> None:
         """As `send_payload`."""
         send_payload(store, document, self._heads)
+
+    def most_bytes(self, tokens: int) -> int:
+        """All tokens in all heads."""
+        return tokens * self.token_bytes
 
     def read(self, shard: Shard | RemoteShard) -> KvPayload:
         """As `read_payload`."""

@@ -21,11 +21,12 @@ from kvweave.payload.formats import FormatRanks, TextFormats, check_basis, expec
 from kvweave.payload.header_fields import parsed
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
+from kvweave.remote import RemoteShard
 from kvweave.runner.kv.final_documents import FinalDocuments
 from kvweave.runner.kv.final_text import FinalText, FormatData
 from kvweave.runner.kv.final_texts import FinalTexts
 from kvweave.runner.kv.packed_pool import PackedPool
-from kvweave.runner.kv.pool_bases import BlockBases, basis_shape
+from kvweave.runner.kv.pool_bases import BlockBases, basis_bytes, basis_shape
 from kvweave.runner.kv.tables import Int32
 from kvweave.runner.kv.text_memory import sizes_of
 from kvweave.runner.tiers.document_form import RowsFlops
@@ -125,7 +126,12 @@ class FinalForm(PackedForm):
             raise
         return request
 
-    def read(self, shard: Shard) -> PackedDocument:
+    def most_bytes(self, tokens: int) -> int:
+        """As `PackedForm.most_bytes`, with the list of formats and their bases."""
+        largest = max(basis_bytes(of, self.pool.block_pages) for of in self.known)
+        return super().most_bytes(tokens) + _MOST_TEXT + largest
+
+    def read(self, shard: Shard | RemoteShard) -> PackedDocument:
         """The parts of a shard, each as large as the document's tokens and formats ask for.
 
         # Errors

@@ -12,7 +12,6 @@ from kvweave.policies.policy_profile import heads_digest
 from kvweave.remote import RemoteStore
 from kvweave.runner.clock import Clock
 from kvweave.runner.decode import Decoder
-from kvweave.runner.kv.beside_packed import refuse_beside_packed
 from kvweave.runner.prefill.flops import RowFlops
 from kvweave.runner.tiers.disk_tier import DiskTier
 from kvweave.runner.tiers.document_form import DocumentForm, ExactForm
@@ -54,14 +53,13 @@ def make_tiers(
     """The tiers beside a decoder's cache; None where no store and no bytes are named.
 
     # Errors
-    `InvalidArgument` for what is no store, folder or number of bytes, `Unsupported` for a remote
-    store beside packed pages, `OutOfMemory` for bytes that the host has not, `StoreUnavailable` for
-    a folder that cannot be used, `ForeignStore` for one of another model; `InvalidArgument` too for
-    a folder whose shards are named by a hash that is not safe from tenants, where the runner's is.
+    `InvalidArgument` for what is no store, folder or number of bytes, `OutOfMemory` for bytes that
+    the host has not, `StoreUnavailable` for a folder that cannot be used, `ForeignStore` for one of
+    another model; `InvalidArgument` too for a folder whose shards are named by a hash that is not
+    safe from tenants, where the runner's is.
     """
     if store is None and document_bytes is None and remote is None:
         return None
-    packed = decoder.heads.packed
     form = form_of(decoder, heads)
     disk, far = None, None
     host: HostTier | HostDocuments | None = None
@@ -76,8 +74,6 @@ def make_tiers(
     if remote is not None:
         if not isinstance(remote, RemoteStore):
             raise InvalidArgument(f"remote: expected a RemoteStore, got {shown(remote)}")
-        refuse_beside_packed(packed, "remote")
-        assert isinstance(form, ExactForm)
         far = RemoteTier(remote, form)
     tiers = Tiers(form, Clock(decoder.spec.device), host, disk, far)
     # Also when the process ends: what is being written is waited for, unless its disk is dead.

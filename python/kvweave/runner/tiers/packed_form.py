@@ -19,6 +19,7 @@ from kvweave.errors import CorruptShard, InvalidArgument, NamespaceConflict
 from kvweave.ops import PackedPages, RopeTable
 from kvweave.payload.page_format import PageFormat
 from kvweave.payload.stored import part_of
+from kvweave.remote import RemoteShard, RemoteStore
 from kvweave.runner.kv.exact_firsts import ExactFirsts
 from kvweave.runner.kv.pool_bases import BlockBases, PoolBases, basis_shape, needs_steps
 from kvweave.runner.kv.tables import Int32, send_index
@@ -206,7 +207,21 @@ class PackedForm:
         cost = self.flops(0, len(document.tokens))
         return store.put(document.header, document.tokens, parts, cost=cost)[0]
 
-    def read(self, shard: Shard) -> PackedDocument:
+    def send(self, store: RemoteStore, document: PackedDocument) -> None:
+        """The same to a store on another machine."""
+        held = {name: part.cpu().contiguous() for name, part in document.parts.items()}
+        parts = {name: part.reshape(-1).view(torch.uint8).numpy() for name, part in held.items()}
+        store.put(document.header, document.tokens, parts)
+
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes of the parts of a document of so many tokens, at most."""
+        blocks, bases = -(-tokens // self._page_tokens), self.pool.bases
+        pages = blocks * self._page_tokens * self.token_bytes
+        # No more of them than there is room for here.
+        of_bases = 0 if bases is None else min(bases.nbytes, blocks * bases.basis_bytes)
+        return pages + 4 * blocks + of_bases + self.first_bytes
+
+    def read(self, shard: Shard | RemoteShard) -> PackedDocument:
         """The parts of a shard, each as many bytes as the document's tokens and bases ask for.
 
         # Errors
@@ -223,7 +238,7 @@ class PackedForm:
             parts |= self._read_bases(shard, count)
         return PackedDocument(header, tokens, parts | self._read_firsts(shard))
 
-    def _expect_header(self, shard: Shard) -> Provenance:
+    def _expect_header(self, shard: Shard | RemoteShard) -> Provenance:
         """What a shard is of, which is what documents here are of."""
         header = shard.provenance
         if header != self.provenance(header.namespace, header.regime):
@@ -234,7 +249,7 @@ class PackedForm:
         """As `read`: whole."""
         return self.read(shard)
 
-    def _read_bases(self, shard: Shard, blocks: int) -> dict[str, torch.Tensor]:
+    def _read_bases(self, shard: Shard | RemoteShard, blocks: int) -> dict[str, torch.Tensor]:
         """The parts of a shard that say what so many blocks are packed in."""
         of = self.pool.pages.format
         which = part_of(shard, _WHICH, (blocks,), torch.int32)
@@ -253,7 +268,7 @@ class PackedForm:
             raise CorruptShard(f"shard part bases: {error}") from error
         return {_WHICH: which, _BASES: bases}
 
-    def _read_firsts(self, shard: Shard) -> dict[str, torch.Tensor]:
+    def _read_firsts(self, shard: Shard | RemoteShard) -> dict[str, torch.Tensor]:
         """The part of a shard that has exact first tokens, if it has them."""
         firsts = self.pool.firsts
         if firsts is None or FIRSTS not in shard.parts:

@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvweave.errors import StoreUnavailable
-from kvweave.payload import KvPayload
 from kvweave.remote import RemoteStore
 from kvweave.runner.tiers.choice import Tier
 from kvweave.runner.tiers.document import Document
-from kvweave.runner.tiers.document_form import ExactForm
+from kvweave.runner.tiers.document_form import DocumentForm, StoredDocument
 
 REST_S = 10.0
 _BESIDE = 1 << 20
-"""Bytes of a shard that are neither ids nor KV: its head, its payload's header, the gaps."""
+"""Bytes of a shard that are neither ids nor KV: its head, a payload's header, the gaps."""
 
 
 class RemoteTier:
-    """A remote store as the documents of one cache lie in it, in exact pages.
+    """A remote store as the documents of one cache lie in it, whose form says how.
 
     Once it has not answered, or has refused, it is asked again after `rest_s`: so a dead one costs
     one request its patience, and not each. From any thread. All errors are the store's.
@@ -29,7 +28,7 @@ class RemoteTier:
     called = "the remote store"
     trouble = "remote "
 
-    def __init__(self, store: RemoteStore, form: ExactForm, *, rest_s: float = REST_S) -> None:
+    def __init__(self, store: RemoteStore, form: DocumentForm, *, rest_s: float = REST_S) -> None:
         self.store = store
         self.rest_s = rest_s
         self._form = form
@@ -40,19 +39,18 @@ class RemoteTier:
         """Whether it failed just now, and nobody is to ask it for a while."""
         return time.monotonic() < self._until
 
-    def read(self, document: Document, left: Callable[[], bool]) -> KvPayload | None:
+    def read(self, document: Document, left: Callable[[], bool]) -> StoredDocument | None:
         """The KV of a document, all of it compared; None where there is none, or nobody wants it.
 
         An object that is larger than such a document can be is refused before it is read.
         """
         of = self._form.provenance(document.namespace, document.regime)
-        kv = document.length * (self._form.token_bytes + 4)
+        most = self._form.most_bytes(document.length) + 4 * document.length + _BESIDE
         with self._answering():
-            most = kv + _BESIDE
             shard = self.store.get(of, document.tokens, most_bytes=most, left=left)
         return None if shard is None else self._form.read(shard)
 
-    def write(self, payload: KvPayload, name: str | None) -> None:
+    def write(self, payload: StoredDocument, name: str | None) -> None:
         """Sends a document, if it is not there; it is found by its text, not by a name."""
         with self._answering():
             self._form.send(self.store, payload)
