@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int kParts = 8;  // thread blocks of a cluster: as many as any GPU of this kind grants
+constexpr int kParts = 8;   // thread blocks of a cluster: as many as any GPU of this kind grants
 constexpr int kGroup = 64;  // bins whose sum is known
 constexpr int kGroups = (1 << kBits) / kGroup;
 static_assert(kGroups == 32 && kGroup == 64, "a lane has one sum, and two bins");
@@ -49,8 +49,9 @@ struct Place {
 __device__ __forceinline__ Place place_of(const Counts& own, uint32_t wanted) {
   const uint32_t up_to = sum_up_to(own.all), earlier = sum_up_to(own.earlier);
   const uint32_t lane = __ffs(__ballot_sync(kAll, up_to >= wanted)) - 1;
-  return {lane,
-          {__shfl_sync(kAll, up_to - own.all, lane), __shfl_sync(kAll, earlier - own.earlier, lane)}};
+  const Counts before{__shfl_sync(kAll, up_to - own.all, lane),
+                      __shfl_sync(kAll, earlier - own.earlier, lane)};
+  return {lane, before};
 }
 
 // A row that is a cluster's, for one of its blocks.
@@ -162,7 +163,7 @@ class SharedRow : RowPart<kThreads, kOwn, kParts> {
 }  // namespace
 
 // Named for the scores of a row that a cluster holds.
-#define KERNEL(HELD, THREADS, BLOCKS)                                                            \
+#define KERNEL(HELD, THREADS, BLOCKS)                                                          \
   extern "C" __global__ void __cluster_dims__(kParts, 1, 1) __launch_bounds__(THREADS, BLOCKS) \
       select_pages_sm90_##HELD(const __grid_constant__ SelectPagesParams params) {             \
     __shared__ SharedByParts shared;                                                           \
