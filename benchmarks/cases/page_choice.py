@@ -41,7 +41,10 @@ SELECTED = (
     (320, 640, 128, None),
     (256, 8192, 1024, None),
     (256, 8192, 4096, None),
+    (8, 8192, 256, None),
     (8, 65536, 256, None),
+    (1, 8192, 256, None),
+    (1, 65536, 256, None),
 )
 LAYERS = (
     # requests, tokens of each, pages that a head reads; one layer of Llama-3.1-8B's shape

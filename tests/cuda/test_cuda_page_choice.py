@@ -17,6 +17,7 @@ pytestmark = needs_cuda
 HUGE = 2**31 - 1
 PAGE = 16
 WIDTHS = [1, 31, 511, 2048, 2049, 4096, 4097, 8192, 8193, 20_000, 70_001]
+LONG = [4097, 8192, 8193, 16_385, 32_768, 65_536, 70_001, 131_073]
 KINDS = ["normal", "few", "equal", "close", "nan", "infinite", "ascending", "descending", "any"]
 
 
@@ -86,21 +87,73 @@ def test_a_row_alone_has_the_answer_that_it_has_among_others(kind, generator) ->
         assert torch.equal(alone[1][0], together[1][row])
 
 
-def test_counts_and_budgets_on_the_device_may_say_anything(generator) -> None:
-    scores = numbers("normal", (6, 100), generator)
-    counts = torch.tensor([HUGE, -1, -HUGE - 1, 100, 50, 101]).int()
+@pytest.mark.parametrize("width", LONG)
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_rows_are_chosen_from_alike_by_one_thread_block_and_by_several(
+    kind, width, generator
+) -> None:
+    """On Hopper few of them are shared by the thread blocks of a cluster, and many are not."""
+    scores = numbers(kind, (8, width), generator)
+    counts = torch.randint(0, width + 1, (8,), generator=generator).int()
+    counts[:6] = torch.tensor([width, 0, 1, width - 1, width // 9, 300]).int()
+    # What is always selected may be more than one thread block has of a row.
+    for sink, recent in ((1, 2), (0, 0), (width // 4, 3), (5, width // 3)):
+        always = sink + recent
+        budgets = always + torch.tensor([0, 1, 64, 256, 257, 1024, 4093, 3000])
+        budgets = budgets[torch.randperm(8, generator=generator)].int()
+        named = {"sink": sink, "recent": recent, "most": always + 4096}
+        wanted = ops.select_pages(scores, counts, budgets, **named)
+        given = there(scores, counts, budgets)
+        shared = ops.select_pages(*given, **named)
+        pad, others = torch.nn.functional.pad, (0, 150)
+        more = pad(given[0], (0, 0, *others), value=torch.nan)
+        lengths = (pad(given[1], others, value=width), pad(given[2], others, value=4096))
+        alone = ops.select_pages(more, *lengths, **named)
+        for a, b, c in zip(shared, alone, wanted, strict=True):
+            assert torch.equal(a.cpu(), c)
+            assert torch.equal(b[:8].cpu(), c)
+
+
+def test_long_rows_of_a_captured_step_say_their_lengths_when_it_runs(generator) -> None:
+    rows, width, most = 5, 65_536, 300
+    scores, counts, budgets = there(
+        numbers("few", (rows, width), generator), torch.zeros(rows).int(), torch.zeros(rows).int()
+    )
+
+    def choose() -> tuple[torch.Tensor, torch.Tensor]:
+        return ops.select_pages(scores, counts, budgets, sink=1, recent=2, most=most)
+
+    choose()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pages, selected = choose()
+    for kind in ("few", "nan", "close"):
+        scores.copy_(numbers(kind, (rows, width), generator))
+        counts.copy_(torch.randint(0, width + 1, (rows,), generator=generator))
+        budgets.copy_(torch.randint(3, most + 1, (rows,), generator=generator))
+        graph.replay()
+        here = [table.cpu() for table in (scores, counts, budgets)]
+        wanted = ops.select_pages(*here, sink=1, recent=2, most=most)
+        assert torch.equal(pages.cpu(), wanted[0])
+        assert torch.equal(selected.cpu(), wanted[1])
+
+
+@pytest.mark.parametrize("width", [100, 30_000])
+def test_counts_and_budgets_on_the_device_may_say_anything(width, generator) -> None:
+    scores = numbers("normal", (6, width), generator)
+    counts = torch.tensor([HUGE, -1, -HUGE - 1, width, 50, width + 1]).int()
     budgets = torch.tensor([10, 10, 10, -5, 2, HUGE]).int()
     room = torch.full((8, 40), -7, dtype=torch.int32, device="cuda")
     del room
     pages, selected = ops.select_pages(*there(scores, counts, budgets), sink=1, recent=2, most=12)
     pages, selected = pages.cpu(), selected.cpu()
     wanted, _ = ops.select_pages(
-        scores[:1], np.array([100], np.int32), np.array([10], np.int32), sink=1, recent=2, most=12
+        scores[:1], np.array([width], np.int32), np.array([10], np.int32), sink=1, recent=2, most=12
     )
     assert torch.equal(pages[:1], wanted)
     assert selected.tolist() == [10, 0, 0, 3, 3, 12]
     assert (pages[1:3] == -1).all()
-    assert pages[3, :4].tolist() == [0, 98, 99, -1]
+    assert pages[3, :4].tolist() == [0, width - 2, width - 1, -1]
     assert pages[4, :4].tolist() == [0, 48, 49, -1]
     assert pages[5].tolist() == list(range(12))
 

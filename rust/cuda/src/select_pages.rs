@@ -1,5 +1,6 @@
-//! Launch of `select_pages.cu`.
+//! Launch of `select_pages.cu`, on Hopper and of few long rows of `select_pages_sm90.cu`.
 
+use crate::attend_plan::is_hopper;
 use crate::backend::CudaBackend;
 use crate::choice_params::SelectPagesParams;
 use crate::error::CudaError;
@@ -9,6 +10,19 @@ use crate::operands::{DeviceTensor, blocks_of, narrow};
 /// Scores of a row that a thread block may hold and its threads: a kernel each. The last takes
 /// longer rows too.
 const HELD: [(usize, u32); 4] = [(2048, 256), (4096, 512), (8192, 512), (16_384, 1024)];
+
+/// Thread blocks of a cluster, which share a row: `kParts` of `select_pages_sm90.cu`.
+const PARTS: usize = 8;
+/// Scores of a row that a cluster may hold and threads of each of its blocks, likewise.
+const HELD_SHARED: [(usize, u32); 5] =
+    [(8192, 256), (16_384, 256), (32_768, 512), (65_536, 512), (131_072, 1024)];
+/// Rows of no more scores are a thread block's each: a barrier of a cluster costs more than it
+/// would save.
+const SHORT: usize = 4096;
+/// Thread blocks of clusters that a processor may get where rows are longer than one block holds:
+/// two run at a time, and two behind these. How many of the rows list much is not known here, and
+/// blocks of rows that do not have to be waited for as well.
+const TURNS: usize = 4;
 
 /// The best pages of each row: `kvweave_core::ops::SelectPages`, whose checks are the caller's
 /// where counts and budgets are on the host. The kernel takes a count beyond the row as its width,
@@ -53,18 +67,34 @@ impl CudaBackend {
         if call.rows == 0 {
             return Ok(());
         }
-        let blocks = [blocks_of("rows of scores", call.rows)?, 1, 1];
-        let (held, threads) = held_of(call.width);
+        let shared = is_hopper(&self.context.device)
+            && is_shared(call.rows, call.width, self.processors() as usize);
+        let (source, held, parts) = if shared {
+            ("select_pages_sm90", &HELD_SHARED[..], PARTS)
+        } else {
+            ("select_pages", &HELD[..], 1)
+        };
+        let blocks = [blocks_of("rows of scores", call.rows.saturating_mul(parts))?, 1, 1];
+        let (held, threads) = held_of(held, call.width);
         let grid = Grid { blocks, threads, shared_bytes: 0 };
-        let name = format!("select_pages_{held}");
+        let name = format!("{source}_{held}");
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { self.launch(("select_pages", &name), grid, call.stream, &params) }
+        unsafe { self.launch((source, &name), grid, call.stream, &params) }
     }
 }
 
-/// Scores that a thread block holds, and its threads. What it selects does not depend on them.
-fn held_of(width: usize) -> (usize, u32) {
-    HELD.into_iter().find(|&(held, _)| width <= held).unwrap_or(HELD[HELD.len() - 1])
+/// Scores that one of these kernels holds, and the threads of a block of it: of the smallest that
+/// holds a row, or else of the last. What is selected does not depend on them.
+fn held_of(kernels: &[(usize, u32)], width: usize) -> (usize, u32) {
+    kernels.iter().copied().find(|&(held, _)| width <= held).unwrap_or(kernels[kernels.len() - 1])
+}
+
+/// Whether clusters share the rows: where these are long, and so few that a thread block for each
+/// would leave most processors idle. It changes nothing of what is selected.
+fn is_shared(rows: usize, width: usize, processors: usize) -> bool {
+    let (alone, _) = HELD[HELD.len() - 1];
+    let turns = if width > alone { TURNS } else { 1 };
+    width > SHORT && rows.saturating_mul(PARTS) <= turns * processors
 }
 
 fn params_of(call: &SelectPagesLaunch) -> Result<SelectPagesParams, CudaError> {
@@ -117,8 +147,24 @@ mod tests {
 
     #[test]
     fn the_smallest_kernel_that_holds_a_row_takes_it() {
-        let held = [0, 1, 2048, 2049, 8192, 8193, 1 << 20].map(|width| held_of(width).0);
-        assert_eq!(held, [2048, 2048, 2048, 4096, 8192, 16_384, 16_384]);
+        let widths = [0, 1, 2048, 2049, 8192, 8193, 16_385, 65_536, 1 << 20];
+        let alone = widths.map(|width| held_of(&HELD, width).0);
+        assert_eq!(alone, [2048, 2048, 2048, 4096, 8192, 16_384, 16_384, 16_384, 16_384]);
+        let shared = widths.map(|width| held_of(&HELD_SHARED, width).0);
+        assert_eq!(shared, [8192, 8192, 8192, 8192, 8192, 16_384, 32_768, 65_536, 131_072]);
+    }
+
+    #[test]
+    fn clusters_share_rows_that_are_long_and_few() {
+        // On a device of 132 processors: the most rows that are shared, by their width.
+        for (width, most) in [(640, 0), (4096, 0), (4097, 16), (8192, 16), (16_384, 16)] {
+            assert!(most == 0 || is_shared(most, width, 132), "{most} of {width}");
+            assert!(!is_shared(most + 1, width, 132), "{} of {width}", most + 1);
+        }
+        for width in [16_385, 65_536, 1 << 20] {
+            assert!(is_shared(1, width, 132) && is_shared(66, width, 132), "{width}");
+            assert!(!is_shared(67, width, 132) && !is_shared(usize::MAX, width, 132), "{width}");
+        }
     }
 
     #[test]
