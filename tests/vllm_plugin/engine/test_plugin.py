@@ -84,12 +84,17 @@ def test_who_asks_gets_ours() -> None:
     assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
 
 
+def model_of(architecture: str, *, use_mla: bool = False) -> Any:
+    """A configuration of a model as far as what is said at start asks of it."""
+    return SimpleNamespace(use_mla=use_mla, architectures=[architecture], logits_processors=None)
+
+
 def test_latent_vectors_are_refused_where_ours_is_asked_for() -> None:
     """Whatever model has them; whoever asks for nothing has vLLM's own class."""
     backends = [AttentionBackendEnum.CUSTOM]
     backends += [AttentionBackendEnum[n] for n in lazy_classes.ON_CPU if n in KNOWN_BACKENDS]
     config = VllmConfig(attention_config={"backend": "CUSTOM"})
-    config.model_config = SimpleNamespace(use_mla=True, architectures=["KimiK25"])
+    config.model_config = model_of("KimiK25", use_mla=True)
     for backend in backends:
         with (
             set_current_vllm_config(config),
@@ -125,11 +130,6 @@ def test_variables_that_nobody_knows_are_told_once(warned: list[str], monkeypatc
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     plugin.register()
     assert len(warned) == 1
-
-
-def model_of(architecture: str) -> Any:
-    """A configuration of a model as far as what is said at start asks of it."""
-    return SimpleNamespace(use_mla=False, architectures=[architecture], logits_processors=None)
 
 
 def test_variables_that_an_engine_does_not_read_are_told(warned: list[str], monkeypatch) -> None:
