@@ -17,6 +17,7 @@ from kvweave.adapters.vllm.serving import PACKAGE
 
 MIDDLEWARE = ["--middleware", f"{PACKAGE}.server.SegmentMiddleware"]
 STOP_S = 60
+TOGETHER = Path(__file__).with_name("ended_together.py")
 
 
 def words_of(options: dict[str, Any]) -> list[str]:
@@ -62,27 +63,24 @@ def running(
 ) -> Iterator[str]:
     """The address of a server that a command starts, once it answers there, at the path `ready`.
 
-    What it prints goes to `log`, or to stderr. It is told to end when this is left, and is ended
-    where it does not. Raises RuntimeError where it does not answer in time.
+    What it prints goes to `log`, or to stderr. It is told to end when this is left, or when we die,
+    and is ended where it does not; nothing that it has started outlives it. Raises RuntimeError
+    where it does not answer in time.
     """
     with ExitStack() as opened:
         out: Any = sys.stderr if log is None else opened.enter_context(log.open("wb"))
-        process = opened.enter_context(subprocess.Popen(command, stdout=out, stderr=out, env=env))
-        try:
-            address = f"http://127.0.0.1:{port}"
-            if not _answers(process, address + ready, limit_s):
-                said = "" if log is None else f":\n{log.read_text(errors='replace')[-4000:]}"
-                ended = process.poll()
-                got = "none" if ended is None else f"its end with status {ended}"
-                text = f"server: expected an answer within {limit_s} s, got {got}{said}"
-                raise RuntimeError(text)
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        # It ends as we close its input, which leaving does. Nobody but us tells it to: it is not in
+        # the group that a terminal and `timeout` send signals to.
+        words = [sys.executable, "-I", str(TOGETHER), str(STOP_S), *command]
+        how: Any = {"stdin": subprocess.PIPE, "stdout": out, "stderr": out, "env": env}
+        process = opened.enter_context(subprocess.Popen(words, start_new_session=True, **how))
+        address = f"http://127.0.0.1:{port}"
+        if not _answers(process, address + ready, limit_s):
+            said = "" if log is None else f":\n{log.read_text(errors='replace')[-4000:]}"
+            ended = process.poll()
+            got = "none" if ended is None else f"its end with status {ended}"
+            raise RuntimeError(f"server: expected an answer within {limit_s} s, got {got}{said}")
+        yield address
 
 
 def samples(port: int) -> Iterator[Any]:

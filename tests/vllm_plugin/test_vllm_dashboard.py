@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import validators
 
 from kvweave.adapters.vllm import versions
 
@@ -64,6 +67,34 @@ def test_panels_lie_beside_each_other() -> None:
         assert at["x"] + at["w"] <= 24
         taken |= cells
     assert len({panel["id"] for panel in PANELS}) == len(PANELS)
+
+
+def compose_schema() -> Any:
+    """A validator by the Compose specification, as the package that carries it has it."""
+    path = resources.files("check_jsonschema") / "builtin_schemas" / "vendor" / "compose-spec.json"
+    schema = json.loads(path.read_text(encoding="utf-8"))
+    return validators.validator_for(schema)(schema)
+
+
+def test_the_compose_file_is_one_by_the_specification() -> None:
+    assert [error.message for error in compose_schema().iter_errors(COMPOSE)] == []
+
+
+@pytest.mark.parametrize(
+    ("service", "field", "value"),
+    [
+        ("vllm", "port", ["8000:8000"]),
+        ("vllm", "ipc", 1),
+        ("vllm", "healthcheck", {"test": 5}),
+        ("vllm", "deploy", {"resources": {"reservations": {"devices": [{"driver": "nvidia"}]}}}),
+        ("grafana", "configs", [{"file": "dashboards"}]),
+        ("prometheus", "volumes", "prometheus:/prometheus"),
+    ],
+)
+def test_what_the_specification_has_not_is_found(service: str, field: str, value: Any) -> None:
+    changed = copy.deepcopy(COMPOSE)
+    changed["services"][service][field] = value
+    assert not compose_schema().is_valid(changed)
 
 
 def test_the_compose_file_serves_a_vllm_that_the_plugin_knows() -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvweave.adapters.vllm.segments.known_documents import document_hash
 from kvweave.adapters.vllm.segments.markers import MarkedSegment, Markers, markers_of
-from kvweave.adapters.vllm.server import chat_apis, knowledge, marks
+from kvweave.adapters.vllm.server import chat_apis, documents, knowledge, marks, prompts
 from kvweave.adapters.vllm.server.replies import BadRequest
 from vllm_app import EPHEMERAL, SAID, Server, chat, part, told
 
@@ -160,11 +161,56 @@ def test_the_schema_has_the_routes() -> None:
     server = Server()
     assert server.ask("GET", "/openapi.json", {})[0] == 200
     paths = server.schema["paths"]
-    assert paths.keys() == {"/v1/models", "/kvweave/knowledge", "/kvweave/knowledge/{name}"}
+    own = {"/v1/models", "/kvweave/knowledge", "/kvweave/knowledge/{name}"}
+    assert paths.keys() == own | {f"/kvweave/documents{route}" for route in documents.ROUTES}
     statuses = set(paths["/kvweave/knowledge"]["post"]["responses"])
     assert statuses == {"200", "400", "401", "413", "501", "503", "507"}
     fields = paths["/kvweave/knowledge"]["post"]["requestBody"]["content"]["application/json"]
     assert set(fields["schema"]["properties"]) == set(knowledge.FIELDS)
+
+
+def test_documents_of_a_request_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its tokens and its namespace, in the order of the prompt; nothing is computed."""
+
+    async def prompt(state: Any, api: Any, body: dict[str, Any]) -> Any:
+        assert "kvweave" not in body
+        text = "".join(part["text"] for part in body["messages"][0]["content"])
+        letters = list(text.encode())
+        places = [(n, n + 1) for n in range(len(letters))]
+        return {"prompt": text, "prompt_token_ids": letters, "prompt_token_offsets": places}
+
+    monkeypatch.setattr(prompts, "engine_prompt", prompt)
+    server, path = Server(), "/kvweave/documents/v1/chat/completions"
+    parts = [part("of "), part("one", cache_control=EPHEMERAL), part("b", kvweave={"name": "n"})]
+    for namespace in ("", "acme"):
+        status, said = server.ask("POST", path, chat(*parts, kvweave={"namespace": namespace}))
+        names = [document_hash(list(text), namespace).hex() for text in (b"one", b"b")]
+        assert (status, said["object"]) == (200, "list")
+        assert [(one["hash"], one["tokens"]) for one in said["data"]] == [
+            (names[0], 3),
+            (names[1], 1),
+        ]
+    # What a client has counted itself has names too.
+    counted = {"kvweave": json.dumps({"segments": [[3, 6]], "namespace": "acme"})}
+    body = chat(part("of one"), vllm_xargs=counted)
+    assert server.ask("POST", path, body)[1]["data"] == said["data"][:1]
+    # Nothing is marked here, and what may be discovered has no name.
+    for body in (chat(part("of one")), chat(part("of one"), kvweave={"discover": True})):
+        assert server.ask("POST", path, body) == (200, {"object": "list", "data": []})
+    assert server.asked == []
+
+
+def test_what_has_no_documents_to_name_is_refused() -> None:
+    server, path = Server(), "/kvweave/documents/v1/chat/completions"
+    assert server.ask("POST", path, b"[1")[0] == 400
+    assert server.ask("POST", path, b"[]")[0] == 400
+    status, said = server.ask("POST", path, chat(part(cache_control="yes")))
+    assert (status, said["error"]["param"]) == (400, "messages[0].content[0].cache_control")
+    for method, where in (("GET", path), ("POST", "/kvweave/documents"), ("POST", f"{path}/x")):
+        assert server.ask(method, where, {})[0] == 405
+    assert Server("secret").ask("POST", path, {}, token="guess")[0] == 401
+    assert Server("secret").ask("POST", path, {}, token="secret")[0] == 200
+    assert server.asked == []
 
 
 def test_a_listing_is_of_one_namespace() -> None:

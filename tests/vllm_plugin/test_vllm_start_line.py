@@ -11,6 +11,7 @@ import pytest
 
 from kvweave import CorruptHeadMap, HeadClassMap, InvalidArgument, KvShape, __version__
 from kvweave.adapters.vllm.heads.same_model import UNNAMED
+from kvweave.adapters.vllm.options import TEXTS, VARIABLES
 from kvweave.adapters.vllm.start_line import (
     active_line,
     ending_lines,
@@ -33,6 +34,7 @@ def config(architecture: str = OURS, section: Any = None, **others: Any) -> Any:
         additional_config={} if section is None else {"kvweave": section},
         kv_transfer_config=others.get("transfer"),
         parallel_config=SimpleNamespace(worker_extension_cls=others.get("extension", "")),
+        attention_config=SimpleNamespace(backend=others.get("backend")),
         model_config=SimpleNamespace(
             architectures=[architecture],
             hf_text_config=shape,
@@ -43,13 +45,17 @@ def config(architecture: str = OURS, section: Any = None, **others: Any) -> Any:
 
 
 @pytest.fixture
-def map_file(tmp_path: Path) -> Path:
+def map_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A map, and the same in the current folder as `a.json`; `full.json` splits nothing."""
+    monkeypatch.chdir(tmp_path)
     whole = json.loads(HeadClassMap.full(KvShape(LAYERS, KV_HEADS, 8, 16), "a model").to_json())
+    Path("full.json").write_text(json.dumps(whole))
     for entry in whole["heads"]:
         if entry["head"]:
             entry["class"] = {"kind": "window", "sink": 4, "recent": 64}
     path = tmp_path / "map.json"
-    path.write_text(json.dumps(whole))
+    for one in (path, Path("a.json")):
+        one.write_text(json.dumps(whole))
     return path
 
 
@@ -73,6 +79,19 @@ def test_the_line_names_what_is_active(map_file: Path) -> None:
     line = active_line(config(), "0.33.0", {"KVWEAVE_VIRTUAL_PAGES": "1"})
     assert line.endswith("virtual pages")
     assert "\n" not in line
+
+
+def test_a_map_that_splits_nothing_leaves_the_backend_that_was_asked_for(map_file: Path) -> None:
+    """With segments or virtual pages the backend is the plugin's, whatever was asked for."""
+    section = {"heads": "full.json"}
+    for backend, is_ours in ((None, False), (FLASH, False), (CUSTOM, True)):
+        line = active_line(config(section=section, backend=backend), "0.33.0", {})
+        assert ("its backend" in line) is is_ours
+        assert line.endswith("heads of full.json: 8 full")
+    for more in (SEGMENTS, {"virtual_pages": True}):
+        line = active_line(config(section={**section, **more}, backend=FLASH), "0.33.0", {})
+        assert "; its backend; " in line
+    assert "; its backend; " in active_line(config(section={"heads": str(map_file)}), "0.33.0", {})
 
 
 def test_a_stock_model_on_the_backend_has_no_features() -> None:
@@ -120,6 +139,8 @@ def test_a_map_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 SEGMENTS = {"segment_bytes": 1 << 20}
+STORED = {**SEGMENTS, "store": "/documents"}
+FLASH, CUSTOM = SimpleNamespace(name="FLASH_ATTN"), SimpleNamespace(name="CUSTOM")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +168,52 @@ SEGMENTS = {"segment_bytes": 1 << 20}
         ),
         (config(section=SEGMENTS), {}, ["logits_processors: expected MarkerCheck, which refuses"]),
         (
+            config(section={**SEGMENTS, "frozen_share": 0.2}, processors=CHECK),
+            {},
+            ["kvweave.frozen_share: expected KnowledgeBaseWorker or store beside it"],
+        ),
+        (config(section={**STORED, "frozen_share": 0.2}, processors=CHECK), {}, []),
+        (
+            config(section={**SEGMENTS, "frozen_share": 0}, processors=CHECK, extension=EXTENSION),
+            {},
+            [],
+        ),
+        (
+            config(section={**STORED, "store_bytes": 9, "store_quota_bytes": 9}, processors=CHECK),
+            {},
+            ["kvweave.store_quota_bytes: expected less than the 9 of store_bytes, got 9"],
+        ),
+        (
+            config(section={**STORED, "store_quota_bytes": 9}, processors=CHECK),
+            {"KVWEAVE_STORE_BYTES": "10"},
+            [],
+        ),
+        (
+            config(section={"heads": "full.json"}),
+            {},
+            ["kvweave.heads: expected a head that does not keep and read all, got full.json"],
+        ),
+        (config(section={"heads": "full.json"}, backend=FLASH), {}, ["kvweave.heads: expected a"]),
+        (
+            config(section={"heads": "a.json"}, backend=FLASH),
+            {},
+            ["attention_config.backend: expected CUSTOM or none beside a model of ours"],
+        ),
+        (
+            config(section=SEGMENTS, processors=CHECK, backend=FLASH),
+            {},
+            ["attention_config.backend: expected CUSTOM or none beside a model of ours"],
+        ),
+        (config(section={"heads": "a.json"}, backend=CUSTOM), {}, []),
+        (
+            config("LlamaForCausalLM", processors=CHECK, extension=EXTENSION, backend=FLASH),
+            {},
+            [
+                "logits_processors: expected MarkerCheck beside segment_bytes",
+                "worker_extension_cls: expected KnowledgeBaseWorker beside segment_bytes",
+            ],
+        ),
+        (
             config(section={"heads": "a.json"}, processors=CHECK, extension=EXTENSION),
             {},
             [
@@ -156,6 +223,7 @@ SEGMENTS = {"segment_bytes": 1 << 20}
         ),
     ],
 )
+@pytest.mark.usefixtures("map_file")
 def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[str]) -> None:
     lines = idle_lines(given, environment)
     assert len(lines) == len(says)
@@ -171,6 +239,15 @@ def test_variables_that_nobody_knows_are_named() -> None:
         assert ": expected one of KVWEAVE_EXACT_FIRST, KVWEAVE_FROZEN_SHARE, " in line
         assert line.endswith("KVWEAVE_VIRTUAL_PAGES, which are read; it has no effect")
     assert unknown_lines({}) == []
+
+
+@pytest.mark.parametrize("option", TEXTS)
+def test_no_option_is_passed_over_beside_a_stock_model(option: str) -> None:
+    stock = config("LlamaForCausalLM", {option: True})
+    (line,) = unread_lines(stock, {})
+    assert line.startswith(f"kvweave.{option}: expected an architecture of ")
+    (line,) = unread_lines(config("LlamaForCausalLM"), {VARIABLES[option]: "1"})
+    assert line.startswith(f"{VARIABLES[option]}: expected an architecture of ")
 
 
 def test_what_a_stock_model_does_not_read_is_named() -> None:

@@ -23,6 +23,7 @@ from kvweave.adapters.vllm.serving import engine_options
 from test_head_split import SIZES as HEADS
 from test_head_split import written
 from test_server import DOCUMENT, OTHER
+from vllm_dashboard import DASHBOARD, DOCS
 from vllm_segments import SIZES, settings, text
 from vllm_server import NAME, fetched, segment_options, served, tokenizer
 
@@ -31,8 +32,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not installed"),
 ]
-DOCS = Path(__file__).parents[3] / "docs"
-DASHBOARD: dict[str, Any] = json.loads((DOCS / "vllm-dashboard.json").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCS / "vllm-compose.yaml").read_text())
 # What Grafana puts in their place: all models, and four scrapes as its data source has them.
 FILLED = {"$model": ".*", "$__rate_interval": "1m"}

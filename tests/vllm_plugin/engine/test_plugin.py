@@ -84,12 +84,17 @@ def test_who_asks_gets_ours() -> None:
     assert KVCacheSpecRegistry.get_manager_class(spec) is SinkWindowManager
 
 
+def model_of(architecture: str, *, use_mla: bool = False) -> Any:
+    """A configuration of a model as far as what is said at start asks of it."""
+    return SimpleNamespace(use_mla=use_mla, architectures=[architecture], logits_processors=None)
+
+
 def test_latent_vectors_are_refused_where_ours_is_asked_for() -> None:
     """Whatever model has them; whoever asks for nothing has vLLM's own class."""
     backends = [AttentionBackendEnum.CUSTOM]
     backends += [AttentionBackendEnum[n] for n in lazy_classes.ON_CPU if n in KNOWN_BACKENDS]
     config = VllmConfig(attention_config={"backend": "CUSTOM"})
-    config.model_config = SimpleNamespace(use_mla=True, architectures=["KimiK25"])
+    config.model_config = model_of("KimiK25", use_mla=True)
     for backend in backends:
         with (
             set_current_vllm_config(config),
@@ -130,7 +135,7 @@ def test_variables_that_nobody_knows_are_told_once(warned: list[str], monkeypatc
 def test_variables_that_an_engine_does_not_read_are_told(warned: list[str], monkeypatch) -> None:
     """Once vLLM looks for attention of its own, and not where a model of ours is made."""
     config = VllmConfig()
-    config.model_config = SimpleNamespace(use_mla=False, architectures=[MODELS[0]])
+    config.model_config = model_of(MODELS[0])
     monkeypatch.setenv("KVWEAVE_HEADS", "/nonexistent.json")
     for stock in (False, True):
         config.model_config.architectures = ["Qwen9ForCausalLM" if stock else MODELS[0]]
@@ -142,25 +147,34 @@ def test_variables_that_an_engine_does_not_read_are_told(warned: list[str], monk
     assert warned[0].endswith("got Qwen9ForCausalLM; it has no effect")
 
 
-def test_on_gpus_vllms_table_of_backends_stays_where_no_variable_is_set(monkeypatch) -> None:
+def test_backends_are_looked_up_where_nobody_else_knows_what_was_set() -> None:
+    """A vLLM that the plugin does not know keeps its own table on a GPU."""
     on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
     elsewhere = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: False)
-    given = {"KVWEAVE_HEADS": "a.json"}
-    assert plugin.backends_looked_up(on_gpu, {"KVWEAVE_TYPO": "1", "KVWEAVE_HEADS": ""}) == []
-    assert plugin.backends_looked_up(elsewhere, given) == []
-    names = plugin.backends_looked_up(on_gpu, given)
+    assert plugin.backends_looked_up(on_gpu, known=False) == []
+    assert plugin.backends_looked_up(elsewhere, known=True) == []
+    names = plugin.backends_looked_up(on_gpu, known=True)
     assert {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"} <= set(names)
     assert not {"CUSTOM", "TORCH_SDPA"} & set(names)
 
 
-def test_a_backend_that_is_looked_up_is_vllms_own(warned: list[str], monkeypatch) -> None:
-    """As on a GPU, of those that can be imported here; another plugin's is left alone."""
-    monkeypatch.setenv("KVWEAVE_SEGMENT_BYTES", "5")
+@pytest.mark.parametrize("variable", [False, True])
+def test_a_backend_that_is_looked_up_is_vllms_own(
+    warned: list[str], monkeypatch, *, variable: bool
+) -> None:
+    """As on a GPU, of those that can be imported here; another plugin's is left alone.
+
+    What was set for ours and nobody reads is told, wherever it was set.
+    """
+    section = {} if variable else {"kvweave": {"segment_bytes": 5}}
+    if variable:
+        monkeypatch.setenv("KVWEAVE_SEGMENT_BYTES", "5")
     on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)
     backend, others = AttentionBackendEnum.FLEX_ATTENTION, AttentionBackendEnum.TRITON_ATTN
     module, _, name = backend.value.rpartition(".")
-    stock, config = getattr(import_module(module), name), VllmConfig()
-    config.model_config = SimpleNamespace(use_mla=False, architectures=["Qwen10ForCausalLM"])
+    stock, config = getattr(import_module(module), name), VllmConfig(additional_config=section)
+    # A name of its own: what was said once is not said again.
+    config.model_config = model_of(f"Qwen{10 + variable}ForCausalLM")
     overridden = {one for one in AttentionBackendEnum if one.is_overridden()}
     register_backend(others, "another.plugin.Backend")
     try:
@@ -172,7 +186,8 @@ def test_a_backend_that_is_looked_up_is_vllms_own(warned: list[str], monkeypatch
         with set_current_vllm_config(config):
             assert backend.get_class() is stock
         (line,) = warned
-        assert line.startswith("KVWEAVE_SEGMENT_BYTES: expected an architecture of Kvweave")
+        option = "KVWEAVE_SEGMENT_BYTES" if variable else "kvweave.segment_bytes"
+        assert line.startswith(f"{option}: expected an architecture of Kvweave")
     finally:
         for one in set(AttentionBackendEnum) - overridden:
             one.clear_override()

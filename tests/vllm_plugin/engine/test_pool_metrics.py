@@ -17,6 +17,7 @@ from kvweave.adapters.vllm.heads.scheduler import HeadSchedulerConnector
 from kvweave.adapters.vllm.metrics.pool import PoolMetrics, PoolStats
 from kvweave.adapters.vllm.metrics.scheduler import PoolReporter
 from test_head_split import checkpoint_of, ours, written
+from vllm_dashboard import OF_POOL, missing
 from vllm_engines import engine, metric, prompt, sampling
 
 TYPES = {kind: kind for kind in (Counter, Gauge, Histogram)}
@@ -87,6 +88,9 @@ def test_requests_that_wait_for_blocks_are_counted(checkpoint, tmp_path) -> None
     assert shown("stalls_total", kind="preempted") == preempted > 0
     # All eight may run: whoever waits, waits for blocks; and who was preempted does.
     assert 1 <= shown("stalls_total", kind="waited") <= 8 + preempted
+    found = [sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples]
+    assert missing(found, of_pool=True) == {}
+    assert missing(found[:1], of_pool=True).keys() == set(OF_POOL)
 
 
 def test_prompts_that_wait_for_a_step_do_not_wait_for_blocks(checkpoint, tmp_path) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import openai
 import pytest
 import vllm
 
+from benchmarks.vllm.server import samples
 from families import tiny
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.server import text_ranges
+from vllm_dashboard import missing
 from vllm_segments import SIZES, settings
 from vllm_server import KEY, NAME, fetched, scraped, segment_options, served, tokenizer
 
@@ -187,12 +186,11 @@ def test_a_stream_says_what_became_of_its_prompt(client: openai.OpenAI) -> None:
     assert details["cached_tokens"] == said["cached"] + said["reused"] - said["recomputed"]
 
 
-def test_the_dashboard_shows_metrics_that_vllm_has(address: str) -> None:
-    dashboard = Path(__file__).parents[3] / "docs" / "vllm-dashboard.json"
-    with urlopen(f"{address}/metrics") as answer:
-        served = answer.read().decode()
-    for name in set(re.findall(r"vllm:\w+", dashboard.read_text(encoding="utf-8"))):
-        assert re.search(rf"^{name}\b", served, re.MULTILINE), name
+def test_the_dashboard_shows_metrics_that_a_server_has(address: str, client: openai.OpenAI) -> None:
+    for before in ("for the board:", "for it, at another place:"):
+        chat(client, part(before), marked(OTHER))
+    port = int(address.rpartition(":")[2])
+    assert missing(samples(port), of_pool=False) == {}
 
 
 def test_without_reuse_marks_change_nothing(client: openai.OpenAI) -> None:

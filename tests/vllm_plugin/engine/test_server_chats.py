@@ -359,8 +359,45 @@ def test_routers_hear_of_documents(server: Server) -> None:
     named = {hashed(document_hash(inside[: len(inside) - cut])) for cut in range(3)}
     found = named & stored.keys()
     assert len(found) == 1
+    asked = {"model": NAME, "messages": [user("hear, elsewhere:", marked(text))]}
+    (said,) = fetched(f"{server.address}/kvweave/documents/v1/chat/completions", "POST", asked)[1][
+        "data"
+    ]
+    assert hashed(bytes.fromhex(said["hash"])) in found
     assert 16 <= stored[found.pop()].block_size <= len(inside)
     assert all(event.token_ids == [] for event in stored.values())
+
+
+def test_documents_have_the_names_of_their_tokens(server: Server) -> None:
+    """Whatever route a request is for, marked or counted; whoever has no key is told none."""
+    route = f"{server.address}/kvweave/documents/v1"
+    tokens = [7 + number * number % 90 for number in range(100)]
+    counted = {"segments": [[8, 40], [50, 99]], "namespace": "acme"}
+    given = {"model": NAME, "prompt": tokens, "vllm_xargs": {"kvweave": json.dumps(counted)}}
+    status, said = fetched(f"{route}/completions", "POST", given)
+    assert status == 200
+    names = [document_hash(tokens[a:b], "acme").hex() for a, b in counted["segments"]]
+    data = [{"hash": name, "tokens": n} for name, n in zip(names, (32, 49), strict=True)]
+    assert said == {"object": "list", "data": data}
+    parts = [{"type": "text", "text": "of:"}, marked(document("l"))]
+    chat = {"model": NAME, "messages": [user(*parts)], "max_tokens": 4}
+    (one,) = fetched(f"{route}/chat/completions", "POST", chat)[1]["data"]
+    assert one["tokens"] > 32
+    assert fetched(f"{route}/messages", "POST", chat)[1]["data"] == [one]
+    inputs = [{"role": "user", "content": [{**part, "type": "input_text"} for part in parts]}]
+    asked = {"model": NAME, "input": inputs}
+    assert fetched(f"{route}/responses", "POST", asked)[1]["data"] == [one]
+    # Where it stands says nothing, and whose it is does.
+    parts[0] = {"type": "text", "text": "of something else, at another place:"}
+    moved = {**chat, "messages": [user(*parts)]}
+    assert fetched(f"{route}/chat/completions", "POST", moved)[1]["data"] == [one]
+    theirs = {**moved, "kvweave": {"namespace": "acme"}}
+    (other,) = fetched(f"{route}/chat/completions", "POST", theirs)[1]["data"]
+    assert (other["tokens"], other["hash"] != one["hash"]) == (one["tokens"], True)
+    # What vLLM refuses has no documents: whoever answers it says why.
+    refused = {**chat, "messages": [user(marked(document("l") * 20))]}
+    assert fetched(f"{route}/chat/completions", "POST", refused) == (200, {**said, "data": []})
+    assert fetched(f"{route}/chat/completions", "POST", chat, key="guess")[0] == 401
 
 
 def hashed(name: bytes | int) -> int:

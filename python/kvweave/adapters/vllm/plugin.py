@@ -7,13 +7,10 @@ beside a newer vLLM and does not use it must not notice.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping
 from typing import Any
 
 from kvweave.adapters.vllm import lazy_classes, versions
 from kvweave.adapters.vllm.model_names import MODELS
-from kvweave.adapters.vllm.options import VARIABLES
 from kvweave.adapters.vllm.start_line import log_unknown
 
 
@@ -26,7 +23,7 @@ def register() -> None:
         log_unknown()
     # What is not known may lack what names are registered with: then none can be asked for.
     with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
-        _register_names()
+        _register_names(known=known)
     if known:
         from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
         from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
@@ -44,12 +41,12 @@ def register() -> None:
         _register_manager(VirtualPagesSpec, VirtualPagesManager)
 
 
-def _register_names() -> None:
+def _register_names(*, known: bool) -> None:
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    looked_up = backends_looked_up(current_platform, os.environ)
+    looked_up = backends_looked_up(current_platform, known=known)
     register_backend(AttentionBackendEnum.CUSTOM, f"{lazy_classes.__name__}.PagedBackend")
     for backend in AttentionBackendEnum:
         if backend.name in looked_up and not backend.is_overridden():
@@ -58,18 +55,19 @@ def _register_names() -> None:
         ModelRegistry.register_model(name, f"{lazy_classes.__name__}:{name}")
 
 
-def backends_looked_up(platform: Any, environment: Mapping[str, str]) -> list[str]:
+def backends_looked_up(platform: Any, *, known: bool) -> list[str]:
     """Backends of vLLM's own whose classes `lazy_classes` looks up, by their names.
 
     On a CPU vLLM takes one of these whatever backend was asked for. On a GPU its choice is the
-    first to know the configuration where an engine has nothing of ours: whoever sets a variable of
-    ours is told then that nobody reads it. Whoever sets none has vLLM's own table.
+    first to know the configuration where an engine has nothing of ours: what was set for us and
+    nobody reads is told then. It is vLLM's own class all the same. A vLLM that is not `known` keeps
+    its own table there.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if platform.is_cpu():
         return list(lazy_classes.ON_CPU)
-    if platform.is_cuda() and any(environment.get(name) for name in VARIABLES.values()):
+    if platform.is_cuda() and known:
         return [backend.name for backend in AttentionBackendEnum if backend.value]
     return []
 

@@ -80,7 +80,9 @@ def active_line(config: Any, vllm_version: str, environment: Mapping[str, str] =
     Errors: as `options_of` and `read_classes`.
     """
     options, name = options_of(config.additional_config, environment), _architecture(config)
-    parts = [f"kvweave {__version__} (CUDA {cuda_status()}) in vLLM {vllm_version}", "its backend"]
+    parts = [f"kvweave {__version__} (CUDA {cuda_status()}) in vLLM {vllm_version}"]
+    if _backend(config) == "CUSTOM" or not _splits_nothing(config, options):
+        parts.append("its backend")
     if name in MODELS:
         parts += [f"model {name}", *_features(config, options)]
     transfer = config.kv_transfer_config
@@ -102,7 +104,7 @@ def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list
 
 
 def unread_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Options that are set beside a model which is not ours, and reads none, a line each."""
+    """What is set beside a model which is not ours, and reads nothing of it, a line each."""
     name, section = _architecture(config), _section(config)
     if name in MODELS:
         return []
@@ -113,7 +115,8 @@ def unread_lines(config: Any, environment: Mapping[str, str] = os.environ) -> li
         if environment.get(variable) and option not in section
     ]
     given = [*(f"{SECTION}.{option}" for option in section), *variables]
-    return [f"{one}: expected {expected}, got {name}; it has no effect" for one in given]
+    lines = [f"{one}: expected {expected}, got {name}; it has no effect" for one in given]
+    return [*lines, *_of_segments(config, reuses=False)]
 
 
 def unknown_lines(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -153,7 +156,7 @@ def ending_lines(config: Any, environment: Mapping[str, str] = os.environ) -> li
     options = options_of(config.additional_config, environment)
     if _architecture(config) not in MODELS or not options.virtual_pages or options.heads is None:
         return []
-    kinds = {head["kind"] for layer in _classes(config, options) for head in layer}
+    kinds = set(_kinds_of(config, options))
     return [WINDOWS_ALONE] if "window" in kinds and "top_k" not in kinds else []
 
 
@@ -182,6 +185,14 @@ def _classes(config: Any, options: Options) -> list[list[HeadClass]]:
     return read_classes(options.heads, layers, heads)
 
 
+def _kinds_of(config: Any, options: Options) -> Iterator[str]:
+    """Of each head of the map, `full`, `window` or `top_k`.
+
+    Errors: as `read_classes`.
+    """
+    return (str(head["kind"]) for layer in _classes(config, options) for head in layer)
+
+
 def _kinds(config: Any, options: Options) -> str:
     counts: Counter[str] = Counter()
     for layer in _classes(config, options):
@@ -206,26 +217,64 @@ def _overridden(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _options(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
-    section = _section(config)
+    """Of a model of ours, options that change nothing beside the others."""
     options = options_of(config.additional_config, environment)
-    ours = _architecture(config) in MODELS
-    if (
-        ours
-        and options.segment_bytes is None
-        and ("frozen_share" in section or environment.get(VARIABLES["frozen_share"]))
-    ):
-        yield f"{SECTION}.frozen_share: expected segment_bytes beside it; it has no effect"
-    reuses = ours and options.segment_bytes is not None
+    if _architecture(config) not in MODELS:
+        return
+    reuses = options.segment_bytes is not None
+    if _is_set(config, environment, "frozen_share"):
+        if not reuses:
+            yield f"{SECTION}.frozen_share: expected segment_bytes beside it; it has no effect"
+        elif not _extended(config) and options.store is None:
+            expected = f"{EXTENSION} or store beside it, by which documents come"
+            yield f"{SECTION}.frozen_share: expected {expected}; it has no effect"
+    bound, quota = options.store_bytes, options.store_quota_bytes
+    if bound is not None and quota is not None and quota >= bound:
+        expected = f"less than the {bound} of store_bytes"
+        yield f"{SECTION}.store_quota_bytes: expected {expected}, got {quota}; it has no effect"
+    if options.heads is not None and set(_kinds_of(config, options)) == {"full"}:
+        expected = "a head that does not keep and read all"
+        yield f"{SECTION}.heads: expected {expected}, got {options.heads}; it has no effect"
+    backend = _backend(config)
+    if backend not in (None, "CUSTOM") and not _splits_nothing(config, options):
+        expected = "CUSTOM or none beside a model of ours, which has its own"
+        yield f"attention_config.backend: expected {expected}, got {backend}; it has no effect"
+    yield from _of_segments(config, reuses=reuses)
+
+
+def _of_segments(config: Any, *, reuses: bool) -> Iterator[str]:
+    """What vLLM was told to load for segments and is of no use, and what it was not told."""
     checks = any(CHECK in str(one) for one in config.model_config.logits_processors or ())
     if reuses and not checks:
         expected = f"{CHECK}, which refuses malformed marks"
         yield f"logits_processors: expected {expected}, got none; such marks have no effect"
     if checks and not reuses:
         yield f"logits_processors: expected {CHECK} beside segment_bytes; marks have no effect"
-    extended = EXTENSION in str(config.parallel_config.worker_extension_cls)
-    if extended and not reuses:
+    if _extended(config) and not reuses:
         expected = f"{EXTENSION} beside segment_bytes"
         yield f"worker_extension_cls: expected {expected}; a knowledge base is refused"
+
+
+def _extended(config: Any) -> bool:
+    return EXTENSION in str(config.parallel_config.worker_extension_cls)
+
+
+def _is_set(config: Any, environment: Mapping[str, str], option: str) -> bool:
+    return option in _section(config) or bool(environment.get(VARIABLES[option]))
+
+
+def _splits_nothing(config: Any, options: Options) -> bool:
+    """Whether a model of ours leaves its attention as vLLM made it, on the backend asked for."""
+    if _architecture(config) not in MODELS or options.heads is None:
+        return False
+    others = options.virtual_pages or options.segment_bytes is not None
+    return not others and set(_kinds_of(config, options)) == {"full"}
+
+
+def _backend(config: Any) -> str | None:
+    """The attention backend that the user asked for, by its name."""
+    backend = config.attention_config.backend
+    return None if backend is None else str(backend.name)
 
 
 def _section(config: Any) -> Mapping[str, Any]:

@@ -35,14 +35,18 @@ async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any])
     check_model(state, markers)
     if not markers.segments:
         return markers
-    if api is None:
-        prompts = await _of_completion(state, body)
-    else:
-        prompts = [await prompt_of(state, api, body)]
-    for prompt in prompts:
-        if prompt is not None and prompt.get("prompt_token_ids") is not None:
-            markers.check_within(len(prompt["prompt_token_ids"]))
+    for prompt in await prompts_of(state, api, body):
+        markers.check_within(len(prompt["prompt_token_ids"]))
     return markers
+
+
+async def prompts_of(state: Any, api: ChatApi | None, body: dict[str, Any]) -> list[Any]:
+    """The prompts of a request whose tokens are known; none where vLLM refuses it."""
+    if api is None:
+        found = await _of_completion(state, body)
+    else:
+        found = [await prompt_of(state, api, body)]
+    return [one for one in found if one is not None and one.get("prompt_token_ids") is not None]
 
 
 def has_several(body: dict[str, Any]) -> bool:

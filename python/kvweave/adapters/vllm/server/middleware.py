@@ -1,4 +1,4 @@
-"""An ASGI middleware for vLLM's server: marked chats, and the routes of the knowledge base."""
+"""An ASGI middleware for vLLM's server: marked chats, the knowledge base, names of documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from kvweave.adapters.vllm.segments.markers import SECTION, parse
-from kvweave.adapters.vllm.server import knowledge, marks, openapi, outcomes, prompts, replies
+from kvweave.adapters.vllm.server import (
+    documents,
+    knowledge,
+    marks,
+    openapi,
+    outcomes,
+    prompts,
+    replies,
+)
 from kvweave.adapters.vllm.server.arguments import (
     COMPLETIONS,
     check_arguments,
@@ -42,14 +50,13 @@ class SegmentMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         path = _path(scope)
-        ours = scope["type"] == "http" and (
-            knowledge.is_ours(path) or (path in ROUTES and scope["method"] == "POST")
-        )
+        own = knowledge.is_ours(path) or documents.is_ours(path)
+        ours = scope["type"] == "http" and (own or (path in ROUTES and scope["method"] == "POST"))
         if scope["type"] == "http" and path == getattr(scope["app"], "openapi_url", None):
             openapi.describe(scope["app"])
         # vLLM's own check of keys comes after us, and only for its own routes.
         admitted = ours and (scope["method"] != "OPTIONS") and _admitted(scope)
-        if ours and knowledge.is_ours(path) and scope["method"] != "OPTIONS" and not admitted:
+        if ours and own and scope["method"] != "OPTIONS" and not admitted:
             await replies.send_json(send, 401, replies.body(401, "expected an API key"))
             return
         if not admitted:
@@ -61,10 +68,8 @@ class SegmentMiddleware:
             await replies.send_json(send, 413, replies.body(413, text))
             return
         try:
-            if knowledge.is_ours(path):
-                given = scope["method"], path, scope.get("query_string", b""), data
-                status, answer = await knowledge.call(scope["app"].state, *given)
-                await replies.send_json(send, status, answer)
+            if own:
+                await replies.send_json(send, *await _own(scope, path, data))
                 return
             data, asks, warning = await _asked(scope["app"].state, ROUTES[path], data)
         except KvweaveError as error:
@@ -72,6 +77,17 @@ class SegmentMiddleware:
             return
         told = outcomes.Told(send, warning) if asks or warning is not None else send
         await self.app(_sized(scope, len(data)), _again(data, receive), told)
+
+
+async def _own(scope: Scope, path: str, data: bytes) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer of a route of ours.
+
+    Errors: as `knowledge.call` and `documents.call`.
+    """
+    state, method = scope["app"].state, scope["method"]
+    if documents.is_ours(path):
+        return await documents.call(state, method, path, data)
+    return await knowledge.call(state, method, path, scope.get("query_string", b""), data)
 
 
 async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, bool, str | None]:

@@ -1,9 +1,10 @@
-"""The routes of the knowledge base in the server's OpenAPI schema."""
+"""The plugin's routes in the server's OpenAPI schema."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kvweave.adapters.vllm.server import documents
 from kvweave.adapters.vllm.server.knowledge import PATH
 
 TEXT = {"type": "string"}
@@ -34,6 +35,22 @@ ENTRY = {
 ENTRIES = {
     "type": "object",
     "properties": {"object": {"const": "list"}, "data": {"type": "array", "items": ENTRY}},
+}
+NAMED = {
+    "type": "object",
+    "properties": {
+        "object": {"const": "list"},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "hash": {**TEXT, "pattern": "^[0-9a-f]{64}$"},
+                    "tokens": {"type": "integer", "minimum": 1},
+                },
+            },
+        },
+    },
 }
 DELETED = {
     "type": "object",
@@ -106,6 +123,27 @@ PATHS: dict[str, dict[str, Any]] = {
             "responses": _answers(DELETED, _404=GONE),
         },
     },
+}
+
+PATHS |= {
+    f"{documents.PATH}{route}": {
+        "post": {
+            "tags": ["kvweave"],
+            "summary": f"Name the documents of a request to {route}, as KV events do",
+            "operationId": f"kvweave_documents{route.replace('/', '_')}",
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            },
+            "responses": {
+                "200": _json("Done.", NAMED),
+                "400": _json(REFUSED["400"], ERROR),
+                "401": _json(REFUSED["401"], ERROR),
+                "413": _json("A body beyond what is read.", ERROR),
+            },
+        },
+    }
+    for route in documents.ROUTES
 }
 
 
