@@ -54,7 +54,7 @@ class LateBudget:
         if what == "come":
             self.came = True
             return
-        if what == "back" and not self.home:
+        if what == "back" and not self.home and not self._leaves():
             return
         self._end()
         self.ranked, self.now = None, "all"
@@ -100,13 +100,18 @@ class LateBudget:
 
     def _end(self) -> None:
         """Behind a step: brings what it ranked, or spills before a ranking that is exact then."""
-        full, ranked = self.position // self.page, self.ranked
         if self.now == "ranks late":
             self._bring()
-        elif ranked is not None and not self.home and self.budget.every > 1:
-            soon = self.position == ranked or self.position + 1 - ranked >= self.budget.every
-            if soon and full > self.room:
-                self.home, self.slots, self.ranked = full, {}, None
+        elif self._leaves():
+            self.home, self.slots, self.ranked = self.position // self.page, {}, None
+
+    def _leaves(self) -> bool:
+        """Whether first pages leave the device behind this step."""
+        if self.ranked is None or self.home or self.budget.every == 1:
+            return False
+        since = self.position - self.ranked
+        soon = since == 0 or since + 1 >= self.budget.every
+        return soon and self.position // self.page > self.room
 
     def _bring(self) -> None:
         before, self.home = self.home, max(self.home, self.position // self.page)

@@ -10,6 +10,7 @@ import torch
 
 from decode_batches import decoding
 from families import random_tokens, tiny
+from host_faults import LateCopies
 from host_memory import host_runner, nothing_is_held, spills
 from kvweave import InvalidArgument
 from kvweave.runner import Runner
@@ -116,17 +117,19 @@ def test_pressure_that_ends_before_pages_are_let_go_leaves_them(llama: Any) -> N
     (host,), (pool,) = far.sequence.host.values(), runner.host.values()
     # It is ranked by its first step, and then by each fourth one.
     far.go(1)
-    other = fill(runner, 0.55)
-    far.go(EVERY)
-    copied = pool.transfers.copied
-    assert copied
-    other.release()
-    far.go(2 * EVERY)
-    assert not host.count
-    other = fill(runner, 0.55)
-    far.go(EVERY)
-    other.release()
-    assert host.count
+    other, late = fill(runner, 0.55), LateCopies()
+    with late.at_work():
+        far.go(EVERY)
+        copied = pool.transfers.copied
+        assert copied
+        other.release()
+        late.comes = 1
+        far.go(2 * EVERY)
+        assert not host.count
+        other = fill(runner, 0.55)
+        far.go(EVERY)
+        other.release()
+        assert host.count
     # Of what was there by then each page has been copied once.
     assert pool.transfers.copied - copied <= -(-3 * EVERY // runner.cache.shape.page_tokens)
     far.end()
