@@ -170,7 +170,6 @@ class SharedRow : RowPart<kThreads, kOwn, kParts> {
     SharedRow<THREADS, (HELD) / (kParts * (THREADS))>(params, shared).run();                   \
   }
 
-KERNEL(8192, 256, 4)
 KERNEL(16384, 256, 4)
 KERNEL(32768, 512, 2)
 KERNEL(65536, 512, 2)

@@ -14,11 +14,11 @@ const HELD: [(usize, u32); 4] = [(2048, 256), (4096, 512), (8192, 512), (16_384,
 /// Thread blocks of a cluster, which share a row: `kParts` of `select_pages_sm90.cu`.
 const PARTS: usize = 8;
 /// Scores of a row that a cluster may hold and threads of each of its blocks, likewise.
-const HELD_SHARED: [(usize, u32); 5] =
-    [(8192, 256), (16_384, 256), (32_768, 512), (65_536, 512), (131_072, 1024)];
-/// Rows of no more scores are a thread block's each: a barrier of a cluster costs more than it
-/// would save.
-const SHORT: usize = 4096;
+const HELD_SHARED: [(usize, u32); 4] =
+    [(16_384, 256), (32_768, 512), (65_536, 512), (131_072, 1024)];
+/// Rows of no more scores are a thread block's each: barriers of a cluster cost more than they
+/// save.
+const SHORT: usize = 8192;
 /// Thread blocks of clusters that a processor may get where rows are longer than one block holds:
 /// two run at a time, and two behind these. How many of the rows list much is not known here, and
 /// blocks of rows that do not have to be waited for as well.
@@ -151,13 +151,15 @@ mod tests {
         let alone = widths.map(|width| held_of(&HELD, width).0);
         assert_eq!(alone, [2048, 2048, 2048, 4096, 8192, 16_384, 16_384, 16_384, 16_384]);
         let shared = widths.map(|width| held_of(&HELD_SHARED, width).0);
-        assert_eq!(shared, [8192, 8192, 8192, 8192, 8192, 16_384, 32_768, 65_536, 131_072]);
+        let least = [16_384; 6];
+        assert_eq!(shared[..6], least);
+        assert_eq!(shared[6..], [32_768, 65_536, 131_072]);
     }
 
     #[test]
     fn clusters_share_rows_that_are_long_and_few() {
         // On a device of 132 processors: the most rows that are shared, by their width.
-        for (width, most) in [(640, 0), (4096, 0), (4097, 16), (8192, 16), (16_384, 16)] {
+        for (width, most) in [(640, 0), (8192, 0), (8193, 16), (16_384, 16)] {
             assert!(most == 0 || is_shared(most, width, 132), "{most} of {width}");
             assert!(!is_shared(most + 1, width, 132), "{} of {width}", most + 1);
         }
