@@ -45,6 +45,8 @@ from kvweave.runner.model.model_spec import describe
 CASE, JOINED, JOINED_AT_ONCE = "host_load", "host_load_whole", "host_load_at_once"
 """What a run is called, and one whose contenders had processes of their own, where requests came at
 a rate and where all came at once."""
+JOINED_AT_RATIO = "host_load_ratio"
+"""Such a run with 2.8 times as much of the host's memory as of the device's, as the paper has."""
 VLLM_CASE = "vllm_load"
 """What a run of vLLM under this load is called: `benchmarks.vllm.serve.case_of`."""
 PAGES, WHOLE_EVERY = 64, 4
@@ -227,14 +229,17 @@ def versions_of(run: dict[str, Any]) -> dict[str, str]:
     return packages
 
 
-def as_part(run: dict[str, Any], known: dict[str, str]) -> dict[str, Any]:
-    """A run as one of several: what vLLM had in another version than the others is told apart."""
+def as_part(run: dict[str, Any], known: dict[str, str], case: str | None) -> dict[str, Any]:
+    """A run as one of several, of a case that is named or follows from how requests came.
+
+    What vLLM had in another version than the others is told apart.
+    """
     if run["case"] == VLLM_CASE:
         had = run["machine"]["packages"].items()
         of = {name if known.get(name, v) == v else f"{name} of vLLM": v for name, v in had}
         run = {**run, "machine": {**run["machine"], "packages": of}}
     at_once = all(f", {AT_ONCE}: " in row["name"] for row in run["rows"])
-    return {**run, "case": JOINED_AT_ONCE if at_once else JOINED}
+    return {**run, "case": case or (JOINED_AT_ONCE if at_once else JOINED)}
 
 
 def join(words: list[str]) -> int:
@@ -242,10 +247,11 @@ def join(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
+    parser.add_argument("--case", choices=[JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO])
     chosen = parser.parse_args(words)
     runs = [json.loads(path.read_text()) for path in chosen.join]
     known = {name: version for run in runs for name, version in versions_of(run).items()}
-    whole = joined([as_part(run, known) for run in runs])
+    whole = joined([as_part(run, known, chosen.case) for run in runs])
     rows = [Row(**row) for row in whole["rows"]]
     beside(rows)
     chosen.json.write_text(json.dumps({**whole, "rows": [asdict(row) for row in rows]}, indent=1))

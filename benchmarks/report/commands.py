@@ -9,6 +9,7 @@ SEGMENTS = "python -m benchmarks.vllm.segments"
 HOST_LOAD = "python -m benchmarks.cases.host_load --json FILE"
 HOST_MODEL = '{"layers": 0, "arena_bytes": 68719476736'
 HOST_TASK = f'{HOST_MODEL}, "rate": 0.75, "ways": ["Poisson"]'
+HOST_RATIO = '{"layers": 0, "rate": 0.65, "host_bytes": 96636764160'
 HOST_AT_ONCE = f'{HOST_MODEL}, "ways": ["at once"]'
 COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
@@ -34,6 +35,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         '\'{"memory": 68719476736, "requests": 200, "answer": [50, 1500], "chunk": 4096, '
         '"ways": ["at once"]}\'',
         "python -m benchmarks.cases.host_load --join FILE FILE FILE --json FILE",
+    ),
+    "host_load_ratio": (
+        f'{HOST_LOAD} --task \'{HOST_RATIO}, "arena_bytes": 34359738368, "copies": []}}\'',
+        f'{HOST_LOAD} --task \'{HOST_RATIO}, "arena_bytes": 28454158336, "copies": ["cadence"], '
+        '"whole": false}\'',
+        f"{VLLM} --jobs load --engines stock --limit 540 --json FILE --task "
+        '\'{"memory": 34359738368, "requests": 200, "answer": [50, 1500], "chunk": 4096, '
+        '"ways": ["at once"]}\'',
+        "python -m benchmarks.cases.host_load --join FILE FILE FILE --case host_load_ratio "
+        "--json FILE",
     ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),

@@ -18,8 +18,8 @@ pub struct LedgerGroup {
     pub window: Option<LocalWindow>,
 }
 
-/// A prompt that takes at most one of so many of all pages waits for room as a whole, rather than be
-/// computed in parts, each of which reads all before it over the bus.
+/// A prompt that takes at most one of so many of all pages waits for room as a whole, rather than
+/// be computed in parts, each of which reads all before it over the bus.
 const WHOLE_SHARE: usize = 4;
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -501,8 +501,8 @@ mod tests {
         let [large, small, larger] = requests;
         assert_eq!(ledger.admit(large, 64, 0), Ok(0));
         assert_eq!((ledger.held(large), ledger.is_in_parts(large)), (80, false));
-        // 25 pages of 100, of which 20 are free: as a whole, or not now. Its working set is as large
-        // as five blocks are; of a larger one fewer pages would do.
+        // 25 pages of 100, of which 20 are free: as a whole, or not now. A larger one does not wait,
+        // whose working set may be smaller than all of it.
         assert!(ledger.is_worth_waiting(small, 20));
         assert!(!ledger.admit(small, 20, 0).unwrap_err().at_home);
         assert!(!ledger.is_worth_waiting(larger, 21));
