@@ -7,6 +7,7 @@ WHOLE = (
     "Llama-3.1-8B, 200 of 10000 to 30000, 50 to 1500 out, Poisson at 0.75/s: over the host, cadence"
 )
 AT_ONCE = f"{LOAD}, cadence"
+BEYOND = "KV held beyond 20000"
 LAYER = "40 × 10240 tokens, 64 pages"
 STEP = "40 × 10240, 32 layers"
 CADENCE = "a layer of 40 × 10240 tokens, 64 pages, at the paper's cadence"
@@ -53,12 +54,14 @@ CLAIMS = (
         "200 requests of that kind at once, 4 layers of the Llama-3.1-8B shape and 2 GiB of the "
         "device for KV: {} times our own dense engine, {} times vLLM 0.26 with as much memory; "
         "all layers and 64 GiB, where prefills take half of the time: {} times our own, {} times "
-        "vLLM 0.33",
+        "vLLM 0.33; 32 GiB and 90 of the host, the paper's ratio: {} and {} times",
         (
             row("host_load", f"{LOAD}: tokens in and out", "× all"),
             row("host_load", f"{LOAD}: tokens in and out", "× vLLM"),
             row("host_load_at_once", f"{AT_ONCE}: tokens in and out", "× all"),
             row("host_load_at_once", f"{AT_ONCE}: tokens in and out", "× vLLM"),
+            row("host_load_ratio", f"{AT_ONCE}: tokens in and out", "× all"),
+            row("host_load_ratio", f"{AT_ONCE}: tokens in and out", "× vLLM"),
         ),
     ),
     Claim(
@@ -112,11 +115,14 @@ CLAIMS = (
         "Figure 9",
         "device memory of a request: 70 % less from 20K tokens on",
         "by the allocator, under the load of Figure 5's row: {} less in 4 layers, {} in all, where "
-        "host memory is short; under that of Figure 6's {}; one request of 128K tokens "
+        "host memory is short, {} at the paper's ratio, {} of requests beyond 20 000 tokens then; "
+        "under that of Figure 6's {}; one request of 128K tokens "
         "whose heads are all stable has {} GB of its {} GB on the device",
         (
             row("host_load", f"{LOAD}: tokens in and out", "KV held", missing),
             row("host_load_at_once", f"{AT_ONCE}: tokens in and out", "KV held", missing),
+            row("host_load_ratio", f"{AT_ONCE}: tokens in and out", "KV held", missing),
+            row("host_load_ratio", f"{AT_ONCE}: tokens in and out", BEYOND, missing),
             row("host_load_whole", f"{WHOLE}: tokens in and out", "KV held", missing),
             row("top_k_step", "1 × 131072, 32 layers: 64 pages, over the host", "KV GB"),
             row("top_k_step", "1 × 131072, 32 layers: 64 pages", "KV GB"),
