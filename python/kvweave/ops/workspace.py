@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import torch
 
+from kvweave.power_of_two import power_of_two
+
 Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """f32 of any value, and i32 that are 0 between calls."""
 
@@ -56,4 +58,4 @@ def results(q: torch.Tensor, out: torch.Tensor | None) -> tuple[torch.Tensor, to
 
 def _size(least: int, made: list[torch.Tensor]) -> int:
     """What a caller with one size of call asks for is all that it gets."""
-    return 1 << (least - 1).bit_length() if made else least
+    return power_of_two(least) if made else least

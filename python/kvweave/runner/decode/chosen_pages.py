@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.decode.chosen_step import (
     APART,
     BROUGHT,
@@ -359,7 +360,7 @@ def _ranges(begin: Int64, end: Int64) -> Int64:
 
 def _width(entries: int) -> int:
     """Scores of a row, so that tables may grow a while before steps are captured anew."""
-    width = max(_FEWEST_SCORES, 1 << (entries - 1).bit_length())
+    width = max(_FEWEST_SCORES, power_of_two(entries))
     return width // 4 * 3 if max(_FEWEST_SCORES, entries) <= width // 4 * 3 else width
 
 
@@ -397,7 +398,7 @@ class ChosenPages:
         """
         if listed <= self.listed and rows <= self.rows:
             return array
-        rows = max(_FEWEST_ROWS, self.rows, 1 << (rows - 1).bit_length())
+        rows = max(_FEWEST_ROWS, self.rows, power_of_two(rows))
         size = listed + sum(group.entries(rows) for group in self.groups)
         made = array.new_tensor(NO_ENTRY).repeat(size + 1, 1)
         ranked = [made.new_zeros((listed, 5)) for _ in self.groups]

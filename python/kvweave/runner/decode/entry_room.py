@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.kv.packed_heads import PackedHeads
 from kvweave.runner.kv.packed_pool import PackedPool
 from kvweave.runner.kv.tables import Int32, send
@@ -28,7 +29,7 @@ class EntryRoom:
     @staticmethod
     def of(entries: int, requests: int, pool: PackedPool) -> EntryRoom:
         """Room for so many entries of so many requests, or somewhat more."""
-        n, m = (1 << max(0, number - 1).bit_length() for number in (entries, requests))
+        n, m = map(power_of_two, (entries, requests))
         device, heads = pool.device, pool.heads
         made = torch.zeros((n, 5), dtype=torch.int32, device=device)
         offsets = torch.zeros(m * heads.tables + 1, dtype=torch.int32, device=device)

@@ -15,6 +15,7 @@ import torch
 from kvweave import ops
 from kvweave.device_memory import needs_memory, sent
 from kvweave.ops import Reach, RopeTable, Table, Workspace
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.decode.text_pages import Layers, TextPages, joined
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import PackedPool
@@ -132,14 +133,12 @@ def _with_room(
 ) -> FinalReads:
     """Room for what is to be read, or somewhat more, and for what was read before."""
     known = {} if before is None else {read.form: read for read in before.reads}
-    tables = pool.kv_heads << max(0, requests - 1).bit_length()
+    tables = pool.kv_heads * power_of_two(requests)
     tables = max([tables, *(read.offsets.shape[1] - 1 for read in known.values())])
     reads = []
     for form, of_layers in joined(layers, {} if before is None else before.layers).items():
         count = max(needed.get(form, 1), len(known[form].entries) if form in known else 1)
-        entries = torch.zeros(
-            (1 << (count - 1).bit_length(), 5), dtype=torch.int32, device=pool.device
-        )
+        entries = torch.zeros((power_of_two(count), 5), dtype=torch.int32, device=pool.device)
         offsets = entries.new_zeros((len(pool.layers), 1 + tables))
         reads.append(FormatRead(form, entries, offsets, of_layers))
     return FinalReads(pool, tuple(reads))

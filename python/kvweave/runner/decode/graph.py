@@ -16,6 +16,7 @@ import torch
 
 from kvweave.device_memory import is_shortage
 from kvweave.ops import RopeTable, Workspace
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.decode.capture import captured
 from kvweave.runner.decode.chosen_step import NO_ENTRY, ChosenStep
 from kvweave.runner.decode.chosen_tables import ChosenTables
@@ -34,12 +35,12 @@ _MOST_SIZES = 64
 
 def rows_for(requests: int) -> int:
     """Rows of the smallest graph that serves so many requests."""
-    return 1 << (requests - 1).bit_length() if requests <= 8 else -(-requests // 8) * 8
+    return power_of_two(requests) if requests <= 8 else -(-requests // 8) * 8
 
 
 def moves_for(rows: int, lanes: int) -> int:
     """Entries that a patch has room for: of each row, two of every table that it keeps up."""
-    return 2 * rows * (1 << max(0, lanes - 1).bit_length())
+    return 2 * rows * power_of_two(lanes)
 
 
 class StepSize:

@@ -26,6 +26,7 @@ from kvweave import ops
 from kvweave.cache import KvRequest
 from kvweave.errors import TransferFailed
 from kvweave.ops import Recycled
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
@@ -277,7 +278,7 @@ class HostSlots:
         if before == (home, count):
             return
         if count > self.room.home.shape[1]:
-            self._grow(len(self.room.spilled) - 1, 1 << (count - 1).bit_length())
+            self._grow(len(self.room.spilled) - 1, power_of_two(count))
         # Whoever was here before, or has been brought back since, has other slots.
         goes_on = before is not None and before[0] is home and before[1] > 0
         self._tell(row, host, before[1] if goes_on and before is not None else 0)

@@ -21,6 +21,7 @@ from kvweave import ops
 from kvweave.always_read import RECENT_PAGES
 from kvweave.ops import Reach, RopeTable, Workspace
 from kvweave.packed_page import PAGE_TOKENS
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.sampling import Int64
@@ -47,7 +48,7 @@ class _Ranking:
         """Of so many requests, with room for tables of so many entries, or somewhat more."""
         offsets = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         due = torch.zeros(requests, dtype=torch.bool, device=device)
-        return _Ranking(due, offsets, 1 << max(0, width - 1).bit_length())
+        return _Ranking(due, offsets, power_of_two(width))
 
     def write(self, due: npt.NDArray[np.bool_], counts: Int64) -> None:
         """Says who of a batch is due, each of which has so many entries."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.kv.final_text import FinalText
 from kvweave.runner.kv.packed_pool import PackedPool
 
@@ -50,7 +51,7 @@ class TextPages:
         listed = list(dict.fromkeys(texts))
         rows = 1 + len(listed)
         if before is None or rows > before.tables.shape[1]:
-            before = TextPages(pool, 1 << (rows - 1).bit_length())
+            before = TextPages(pool, power_of_two(rows))
         before._write(listed)
         return before
 

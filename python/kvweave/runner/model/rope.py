@@ -20,6 +20,7 @@ import torch
 
 from kvweave import ops
 from kvweave.ops import RopeTable
+from kvweave.power_of_two import power_of_two
 from kvweave.runner.model.model_spec import ModelSpec
 
 Turns: TypeAlias = dict[str | None, tuple[torch.Tensor, torch.Tensor]]
@@ -97,7 +98,7 @@ class Rotary:
         """The table of at least `length` positions, where the frequencies are fixed."""
         with self._asking:
             if self._fixed is None or length > self._positions:
-                self._positions = max(_FEWEST_POSITIONS, 1 << (length - 1).bit_length())
+                self._positions = max(_FEWEST_POSITIONS, power_of_two(length))
                 self._fixed = self._tabulated(self._positions)
             return self._fixed
 
