@@ -2,6 +2,7 @@
 //!
 //! `KVWEAVE_CUDA` chooses: `off` builds without kernels, `auto` (default) builds them when an nvcc
 //! is found and warns otherwise, `require` makes a missing nvcc an error. No GPU is needed.
+//! `KVWEAVE_CUDA_TARGETS` names other targets than the usual ones, as where only one GPU is meant.
 //!
 //! An image is compiled again only when the bytes it is made of change (source, the headers it
 //! includes, flags, nvcc version); the stamp beside it remembers them, so touching a file costs
@@ -22,7 +23,8 @@ const FLAGS: &[&str] = &["-fatbin", "-std=c++17", "-O3", "-Werror=all-warnings",
 const TARGETS: &str = "sm_80, sm_90a, compute_80";
 
 fn main() -> ExitCode {
-    for name in ["KVWEAVE_CUDA", "NVCC", "PYO3_PYTHON", "CUDA_HOME", "PATH"] {
+    for name in ["KVWEAVE_CUDA", "KVWEAVE_CUDA_TARGETS", "NVCC", "PYO3_PYTHON", "CUDA_HOME", "PATH"]
+    {
         println!("cargo::rerun-if-env-changed={name}");
     }
     match run() {
@@ -152,7 +154,8 @@ fn compile(nvcc: &Path, source: &Path, version: &[u8], out: &Path) -> Result<Str
     let name = source.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let image = out.join(format!("{name}.fatbin"));
     let stamp = out.join(format!("{name}.stamp"));
-    let targets = targets_of(&String::from_utf8_lossy(&read(source)?));
+    let usual = env::var("KVWEAVE_CUDA_TARGETS").unwrap_or_else(|_| TARGETS.into());
+    let targets = targets_of(&String::from_utf8_lossy(&read(source)?), &usual);
     let mut content = version.to_vec();
     content.extend(
         FLAGS.iter().copied().chain(targets.iter().map(String::as_str)).flat_map(str::bytes),
@@ -180,10 +183,10 @@ fn compile(nvcc: &Path, source: &Path, version: &[u8], out: &Path) -> Result<Str
     Ok(name)
 }
 
-/// nvcc's flags for the targets that a source names, or for the default ones.
-fn targets_of(text: &str) -> Vec<String> {
+/// nvcc's flags for the targets that a source names, or for the usual ones.
+fn targets_of(text: &str, usual: &str) -> Vec<String> {
     let named = text.lines().take(5).find_map(|line| line.strip_prefix("// targets: "));
-    let targets = named.unwrap_or(TARGETS).split(',').map(str::trim);
+    let targets = named.unwrap_or(usual).split(',').map(str::trim);
     let flag = |target: &str| {
         let number = target.trim_start_matches("sm_").trim_start_matches("compute_");
         format!("-gencode=arch=compute_{number},code={target}")
