@@ -33,7 +33,8 @@ PYTHON_LAYERS = [
     {"_native_ops", "_native_store"},
     {"_native"},
     {"errors"},
-    {"always_read", "arguments", "closing", "device_memory", "flops", "packed_page", "spare_slots"},
+    {"always_read", "arguments", "closing", "device_memory", "flops", "packed_page"}
+    | {"power_of_two", "spare_slots"},
     {"cache", "ops", "scheduler", "store"},
     {"remote", "weight_sample"},
     {"drawn", "plan", "models", "payload"},
