@@ -72,7 +72,7 @@ class HostPages:
     @property
     def is_copied(self) -> bool:
         """Whether all that have begun to come over are there. Nobody waits."""
-        return self.is_copying and self._coming is not None and self._coming.is_there()
+        return self._coming is not None and not self.count and self._coming.is_there()
 
     def _frees(self, entries: int) -> bool:
         """Whether the first entries take more pages of the device than their slots would."""

@@ -52,9 +52,9 @@ class HostPool:
     arena: torch.Tensor
     aside: Aside
     device: KvCache
+    free_share: float
     scales: torch.Tensor | None = None
     mirrors: bool = False
-    free_share: float = FREE_SHARE
     late: Aside | None = None
     transfers: Transfers = field(default_factory=Transfers)
 
@@ -360,8 +360,8 @@ def _made(budget: PageBudget, device: KvCache, arena: torch.Tensor, asked: HostM
         arena,
         Aside(arena.device),
         device,
+        FREE_SHARE if asked.free_share is None else asked.free_share,
         scales,
         mirrors=asked.copies == "mirror",
-        free_share=FREE_SHARE if asked.free_share is None else asked.free_share,
         late=Aside(arena.device) if asked.arrivals == "late" else None,
     )

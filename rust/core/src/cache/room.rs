@@ -151,9 +151,11 @@ impl Room for CacheRoom {
         tokens: usize,
         spare: usize,
     ) -> Result<usize, Shortage> {
-        let parts = self.ledger.may_part(request) && !self.ledger.is_worth_waiting(request, tokens);
+        let parts = self.ledger.may_part(request);
         match self.admit_whole(request, tokens, spare) {
-            Err(_) if parts => self.admit_in_parts(request, tokens, spare),
+            Err(_) if parts && !self.ledger.is_worth_waiting(request, tokens) => {
+                self.admit_in_parts(request, tokens, spare)
+            }
             outcome => outcome,
         }
     }

@@ -229,9 +229,11 @@ impl Room for BlockLedger {
         tokens: usize,
         spare: usize,
     ) -> Result<usize, Shortage> {
-        let parts = self.may_part(request) && !self.is_worth_waiting(request, tokens);
+        let parts = self.may_part(request);
         match self.admit_whole(request, tokens, spare) {
-            Err(_) if parts => self.admit_in_parts(request, tokens, spare),
+            Err(_) if parts && !self.is_worth_waiting(request, tokens) => {
+                self.admit_in_parts(request, tokens, spare)
+            }
             outcome => outcome,
         }
     }

@@ -8,7 +8,6 @@ of the model has both, so whoever asks one needs neither.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from kvweave.adapters.vllm.segments.known_documents import document_hash
@@ -16,7 +15,8 @@ from kvweave.adapters.vllm.segments.markers import Markers, parse
 from kvweave.adapters.vllm.server import marks, prompts
 from kvweave.adapters.vllm.server.arguments import COMPLETIONS, check_arguments, prompts_of
 from kvweave.adapters.vllm.server.chat_apis import APIS
-from kvweave.adapters.vllm.server.replies import BadRequest, body
+from kvweave.adapters.vllm.server.json_body import json_object
+from kvweave.adapters.vllm.server.replies import body
 
 PATH = "/kvweave/documents"
 ROUTES = (*APIS, COMPLETIONS)
@@ -40,13 +40,7 @@ async def call(state: Any, method: str, path: str, data: bytes) -> Answer:
     if method != "POST" or route not in ROUTES:
         text = f"expected POST {PATH} and one of {', '.join(ROUTES)}, got {method} {path}"
         return 405, body(405, text)
-    try:
-        given = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest("body", "a JSON object", str(error)) from None
-    if not isinstance(given, dict):
-        raise BadRequest("body", "a JSON object", given)
-    return 200, {"object": "list", "data": await _named(state, route, given)}
+    return 200, {"object": "list", "data": await _named(state, route, json_object(data))}
 
 
 async def _named(state: Any, route: str, given: dict[str, Any]) -> list[dict[str, Any]]:

@@ -10,12 +10,12 @@ A document may come as `"tokens": [1, 2, 3]` instead of text. A call is about on
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from kvweave.adapters.vllm.segments.knowledge_base import answer
 from kvweave.adapters.vllm.segments.markers import LONGEST, is_text
+from kvweave.adapters.vllm.server.json_body import json_object
 from kvweave.adapters.vllm.server.replies import BadRequest, body
 from kvweave.errors import DeviceUnavailable, Unsupported
 
@@ -86,12 +86,7 @@ def _namespace(query: bytes) -> str:
 
 
 async def _document(state: Any, data: bytes) -> tuple[str, list[int], str]:
-    try:
-        given = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest("body", "a JSON object", str(error)) from None
-    if not isinstance(given, dict):
-        raise BadRequest("body", "a JSON object", given)
+    given = json_object(data)
     for field in given.keys() - set(FIELDS):
         raise BadRequest(field, f"the fields {', '.join(FIELDS)}", field)
     name, namespace = given.get("name"), given.get("namespace", "")
