@@ -64,12 +64,17 @@ FUZZ_SECONDS ?= 720
 # Where a wheel for others lies, and the tool that looks at the licences of its crates.
 RELEASE := dist/release
 CARGO_DENY := 0.20.2
+# How the wheel's Rust is compiled: `release`, or `checked`, as tests of Rust are.
+PROFILE ?= release
 # Files of tests that run at a time.
 TEST_JOBS ?= 2
 VLLM_JOBS ?= 2
 
 # Nothing from outside the repository reaches the interpreter, and no test asks the network.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV CONDA_PREFIX
+# Torch and transformers take half a minute to compile, which every process of a test that imports
+# them would wait for again.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE := 1
 export HF_HUB_OFFLINE := 1
 export PYO3_PYTHON := $(abspath $(PY))
@@ -89,7 +94,7 @@ test: test-rust test-python
 
 # The same examples each time, so that a change alone decides whether its tests pass.
 test-rust: $(STAMPS)/venv
-	PROPTEST_RNG_SEED=1 cargo test --locked --workspace --exclude kvweave-python
+	PROPTEST_RNG_SEED=1 cargo test --profile checked --locked --workspace --exclude kvweave-python
 
 # Waiting threads of torch sleep: spinning, they would starve ours on a busy machine.
 test-python: setup
@@ -134,7 +139,7 @@ kill-store:
 
 lint: $(STAMPS)/packages
 	cargo fmt --all --check
-	cargo clippy --locked --workspace --all-targets -- -D warnings
+	cargo clippy --profile checked --locked --workspace --all-targets -- -D warnings
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -234,7 +239,8 @@ FORCE:
 $(STAMPS)/wheel: $(SOURCES) $(STAMPS)/venv $(STAMPS)/kernels
 	@echo "building the wheel"
 	@rm -f dist/kvweave-*.whl
-	@$(UV) build --quiet --wheel --python $(PY) --out-dir dist .
+	@$(UV) build --quiet --wheel --python $(PY) --out-dir dist \
+	  --config-setting='build-args=--profile $(PROFILE)' .
 	@echo "$${KVWEAVE_CUDA:-auto}" > $(STAMPS)/built-with
 	@ls dist/kvweave-*.whl && touch $@
 

@@ -226,9 +226,16 @@ class Soak:
         """Its own, and those of the loads."""
         return [*self.complaints, *(one for load in self.loads for one in load.tally.complaints)]
 
-    def run(self, seconds: float, loaded_s: float) -> None:
-        """Turns until it is time; then what is held is given up, and threads end."""
-        while self.past < seconds or (self.never and self.past < 2 * seconds):
+    def run(self, seconds: float, loaded_s: float, turns: int = 1) -> None:
+        """Turns until it is time; then what is held is given up, and threads end.
+
+        `turns`: so many of each load at least, however long they take on a busy machine.
+        """
+        while (
+            self.past < seconds
+            or (self.never and self.past < 2 * seconds)
+            or min(load.turns for load in self.loads) < turns
+        ):
             for load in self.loads:
                 load.turn(loaded_s)
             self.look()

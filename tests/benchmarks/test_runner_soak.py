@@ -36,6 +36,7 @@ from kvweave.remote import RemoteStore
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "6"))
 TURN_S = 1.0
+TURNS = 3
 ONE_ROUND_S, SHORT_TURN_S = float(os.environ.get("SOAK_SECONDS", "1")), 0.4
 ASKED = Asked("r1", "full", [5, 6, 7], 2)
 
@@ -58,9 +59,9 @@ def named(words: str) -> Kind:
     return next(kind for kind in KINDS if kind.name.startswith(words))
 
 
-def run_without_complaints(soak: Soak, seconds: float, turn_s: float) -> None:
+def run_without_complaints(soak: Soak, seconds: float, turn_s: float, turns: int = 1) -> None:
     threads = torch.get_num_threads()
-    soak.run(seconds, turn_s)
+    soak.run(seconds, turn_s, turns)
     complaints = [one for one in soak.complaints if not one.startswith("never happened")]
     complaints += [one for load in soak.loads for one in load.tally.complaints]
     assert not complaints, "\n".join(complaints)
@@ -71,7 +72,7 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
     tmp_path: Path, remote: RemoteStore
 ) -> None:
     soak = Soak(tmp_path, remote, 0, KINDS[:2])
-    run_without_complaints(soak, SECONDS, TURN_S)
+    run_without_complaints(soak, SECONDS, TURN_S, TURNS)
     assert all(load.tally.counts["finished"] > 5 for load in soak.loads)
     assert all(load.probes.compared > 20 for load in soak.loads)
     rows = rows_of(soak.memory, soak.past, [load.found for load in soak.loads], 3)

@@ -14,7 +14,7 @@ from decode_batches import decoding
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.prefill.prefilled import Prefill
-from page_meaning import PAGE, Meaning, int4
+from page_meaning import PAGE, Layer, Meaning, int4
 
 SINK, RECENT = 64, 128
 NAME = "packed_decoding"
@@ -43,6 +43,7 @@ class PackedDecoding:
         self.length = 0
         self.packed_at_least = 0
         self._packed_end = 0
+        self._made: dict[int, tuple[Meaning, Layer, Layer]] = {}
 
     def prefill(self, tokens: Any, chunk: int) -> torch.Tensor:
         """Logits [V] behind a prompt that is computed in chunks."""
@@ -82,13 +83,22 @@ class PackedDecoding:
             whole = -(-self._packed_end // PAGE) * PAGE
             packed = slice(SINK, self._packed_end)
             text = keys[0, :, :whole], values[0, :, :whole]
-            meant = self.meaning(module.layer_idx, text)
+            meant = self._meant(module.layer_idx, text)
             keys[0, :, packed], values[0, :, packed] = (x[:, packed] for x in meant)
         keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
         hidden = self._hidden(module.layer_idx, query[0], key[0], rows, total).to(query.device)
         logits = query.double() @ keys.transpose(2, 3) * named["scaling"]
         logits = logits.masked_fill(hidden, -torch.inf)
         return (logits.softmax(-1) @ values).to(query.dtype).transpose(1, 2).contiguous(), None
+
+    def _meant(self, layer: int, text: Layer) -> Layer:
+        """What pages make of a text, which steps between two full pages ask again and again."""
+        assert self.meaning is not None
+        of, before, meant = self._made.get(layer, (None, text, text))
+        if of is not self.meaning or not all(map(torch.equal, before, text)):
+            before, meant = (text[0].clone(), text[1].clone()), self.meaning(layer, text)
+            self._made[layer] = self.meaning, before, meant
+        return meant
 
     def _hidden(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, rows: int, total: int

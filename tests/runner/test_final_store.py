@@ -251,15 +251,22 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("said", HOSTILE)
-def test_parts_that_cannot_be_are_refused(model: Any, tmp_path: Path, said: str) -> None:
-    """Of a shard whose checksums agree: somebody wrote it so."""
-    runner, _ = stored(model, tmp_path / "sound")
-    form = runner._knowledge._form
-    document = form.export(text_of(runner).held)
+@pytest.fixture(scope="module")
+def sound(model: Any, tmp_path_factory: Any) -> Any:
+    """A document as it is stored, in formats of more than one kind."""
+    runner, _ = stored(model, tmp_path_factory.mktemp("sound"))
     assert len(text_of(runner).parts) > 1
-    spoil(tmp_path / "other", document, HOSTILE[said](document.parts))
-    refused(model, tmp_path / "other", said)
+    return runner._knowledge._form.export(text_of(runner).held)
+
+
+@pytest.mark.parametrize("said", HOSTILE)
+def test_parts_that_cannot_be_are_refused(
+    model: Any, sound: Any, tmp_path: Path, said: str
+) -> None:
+    """Of a shard whose checksums agree: somebody wrote it so."""
+    parts = {name: one.clone() for name, one in sound.parts.items()}
+    spoil(tmp_path, sound, HOSTILE[said](parts))
+    refused(model, tmp_path, said)
 
 
 def spoil(folder: Path, document: Any, changed: dict[str, Any]) -> None:
@@ -281,10 +288,8 @@ def refused(model: Any, folder: Path, said: str) -> None:
     assert all_is_back(runner)
 
 
-def test_bases_that_cannot_be_are_refused(model: Any, tmp_path: Path) -> None:
-    runner, _ = stored(model, tmp_path / "sound")
-    document = runner._knowledge._form.export(text_of(runner).held)
-    name = basis_of(document.parts)
+def test_bases_that_cannot_be_are_refused(model: Any, sound: Any, tmp_path: Path) -> None:
+    name = basis_of(sound.parts)
     for at, (change, said) in enumerate(
         (
             (lambda basis: basis * torch.nan, "expected finite numbers"),
@@ -293,13 +298,13 @@ def test_bases_that_cannot_be_are_refused(model: Any, tmp_path: Path) -> None:
         )
     ):
         folder = tmp_path / str(at)
-        spoil(folder, document, {name: change(document.parts[name].clone())})
+        spoil(folder, sound, {name: change(sound.parts[name].clone())})
         refused(model, folder, f"part {name}: {said}")
-    left = {key: one for key, one in document.parts.items() if key != name}
-    spoil(tmp_path / "left", replace(document, parts=left), {})
+    left = {key: one for key, one in sound.parts.items() if key != name}
+    spoil(tmp_path / "left", replace(sound, parts=left), {})
     refused(model, tmp_path / "left", f"part {name}: expected .* bytes, got None")
-    left = {key: one for key, one in document.parts.items() if key != FORMATS}
-    spoil(tmp_path / "none", replace(document, parts=left), {})
+    left = {key: one for key, one in sound.parts.items() if key != FORMATS}
+    spoil(tmp_path / "none", replace(sound, parts=left), {})
     refused(model, tmp_path / "none", "part formats: expected up to")
 
 

@@ -4,6 +4,7 @@ A rule takes the root of a tree and returns complaints, one a line, `path:line: 
 """
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,12 +38,17 @@ LEFT_OUT = re.compile(r"^\s*// (?:\}|(?:let|return|use|mod|pub|self\.|[\w.:]+\()
 
 def files(root: Path, kinds: set[str]) -> Iterator[tuple[str, Path]]:
     """Our files of some suffixes under root, by relative path; hidden folders only `.ci`."""
-    for path in sorted(root.rglob("*")):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") and part != ".ci" for part in parts)
-        if hidden or FOREIGN & set(parts) or path.suffix not in kinds or not path.is_file():
-            continue
-        yield path.relative_to(root).as_posix(), path
+    found = []
+    for folder, inner, names in os.walk(root):
+        # What is not ours is not walked through: an environment has more files than all else.
+        inner[:] = [one for one in inner if one not in FOREIGN and _is_shown(one)]
+        shown = (Path(folder) / name for name in names if _is_shown(name))
+        found += [path for path in shown if path.suffix in kinds and path.is_file()]
+    return ((path.relative_to(root).as_posix(), path) for path in sorted(found))
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".") or name == ".ci"
 
 
 def text_of(path: Path) -> str:
