@@ -192,9 +192,11 @@ def test_commands_refuse_bad_input(folder: Path) -> None:
     assert "expected one of full, prefix" in refused("generate", "hi", "--policy", "magic")
     assert "top_p" in refused("generate", "hi", "--top-p", 2)
     assert "smollm2" in refused("generate", "hi", "--model", "gpt-17")
-    for command in (("generate", "hi"), ("eval",), ("eval", "--suite", "smoke")):
+    commands: list[tuple[str, ...]] = [("generate", "hi"), ("eval",), ("eval", "--suite", "smoke")]
+    for command in (*commands, ("demo",), ("plan", "hi", "--policy", "full")):
         told = refused(*command, "--dtype", "f64")
         assert "dtype: expected one of f32, bf16, f16, got 'f64'" in told
+    assert "dtype: expected a policy" in refused("plan", "hi", "--dtype", "bf16")
     assert "expected one of lm" in refused("eval", "--task", "sums")
     assert "expected one of full, prefix" in refused("eval", "--policies", "naive,magic")
     assert ".png" in refused("eval", "--plot", "x.tiff")

@@ -14,7 +14,7 @@ from kvweave.cli import app
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """The printed table and the JSON document of one prompt in share mode."""
     path: Path = tmp_path_factory.mktemp("demo") / "rows.json"
-    words = ["demo", "--prompts", "1", "--mode", "share", "--json", str(path)]
+    words = ["demo", "--prompts", "1", "--mode", "share", "--dtype", "f32", "--json", str(path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     return result.stdout, json.loads(path.read_text())
@@ -24,6 +24,7 @@ def test_every_policy_has_a_row_and_an_answer(shared: tuple[str, dict]) -> None:
     text, document = shared
     rows = {row["policy"]: row for row in document["rows"]}
     assert list(rows) == list(demo.POLICIES)
+    assert document["dtype"] == "float32"
     for name, row in rows.items():
         assert row["answer"]
         assert f"\n{name} " in text.replace("\n ", "\n")

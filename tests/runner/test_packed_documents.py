@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,7 @@ from families import random_tokens, tiny
 from kvweave import PoolFull, Unsupported
 from kvweave.policies import POLICIES, Foresight, Naive, policy_of
 from kvweave.runner import Runner, Segment
+from kvweave.runner.prefill.executor import ChunkedRun
 from packed_decoding import (
     INT4,
     RECENT,
@@ -222,6 +223,40 @@ def test_a_batch_says_what_each_says_alone(model: Any) -> None:
         streamed = runner.stream(prompts[0], "naive", **how)
         assert [token.token for token in streamed] == alone[0]
         forget(runner)
+
+
+@pytest.mark.parametrize("policy", ["naive", "epic"])
+def test_a_chunk_is_of_rows_and_not_of_positions(model: Any, monkeypatch: Any, policy: str) -> None:
+    """Each chunk unpacks all documents before it, however few rows it has."""
+    passes: list[int] = []
+    compute = ChunkedRun.compute
+
+    def counted(run: ChunkedRun, start: int, end: int) -> None:
+        before = sum(done.rows_per_layer[0] for done in run.trace.passes)
+        compute(run, start, end)
+        passes.append(run.trace.passes[-1].rows_per_layer[0] - before)
+
+    docs = documents([700, 640, 300])
+    prompt = [docs[0], fresh(20, 1), docs[1], fresh(90, 2), docs[2], fresh(150, 3)]
+    runner = runner_with(model, docs, chunk_tokens=100)
+    runner._prefiller.chunk_tokens = 4096
+    _, whole = logits_of(runner, prompt, policy, 1)
+    runner._prefiller.chunk_tokens = 100
+    monkeypatch.setattr(ChunkedRun, "compute", counted)
+    _, said = logits_of(runner, prompt, policy, 1)
+    assert apart(said, whole) < 1e-4
+    # What no document covers, the sink, and for `epic` more of each document.
+    rows = sum(passes)
+    assert rows >= 20 + 90 + 150 + SINK
+    assert passes == [100] * (rows // 100) + [rows % 100]
+    # Between steps of others it is as many rows as positions were asked for.
+    passes.clear()
+    with closing(runner.engine(token_budget=80, chunk_tokens=48, max_running=4)) as engine:
+        request = engine.submit(prompt, policy, max_new_tokens=1, stop=())
+        engine.run()
+        assert len(request.result().tokens) == 1
+    assert passes == [48] * (rows // 48) + [rows % 48]
+    forget(runner)
 
 
 # ---- what is shared and held ----------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors, write_json
+from kvweave.cli.dtype import Dtype, read_dtype
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,6 +28,7 @@ def demo(
     model: Annotated[
         str, typer.Option(help="A packaged model, a folder, or owner/name.")
     ] = "smollm2",
+    dtype: Dtype = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     prompts: Annotated[int, typer.Option(min=1, max=3, help="How many questions.")] = 3,
     mode: Annotated[
@@ -42,7 +44,7 @@ def demo(
         from kvweave.demo import PASSAGES, POLICIES, QUESTIONS, means, run
         from kvweave.runner import Runner
 
-        loaded, tokenizer = models.load(model, device=device)
+        loaded, tokenizer = models.load(model, read_dtype(dtype), device=device)
         runner = Runner(loaded, tokenizer, max_tokens=16384, mode=mode)
     rows: list[Row] = []
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -68,7 +70,8 @@ def demo(
         highlight=False,
     )
     if json is not None:
-        write_json(json, _document(model, device, mode, took, rows, averages))
+        place = {"device": device, "dtype": str(loaded.dtype).removeprefix("torch.")}
+        write_json(json, _document(model, place, mode, took, rows, averages))
 
 
 def table_of(rows: list[Row], averages: list[Row], answers: bool) -> Table:
@@ -127,12 +130,17 @@ def _cells(row: Row) -> list[str]:
 
 
 def _document(
-    model: str, device: str, mode: str, took: float, rows: list[Row], averages: list[Row]
+    model: str,
+    place: dict[str, str],
+    mode: str,
+    took: float,
+    rows: list[Row],
+    averages: list[Row],
 ) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "model": model,
-        "device": device,
+        **place,
         "mode": mode,
         "machine": platform.machine(),
         "threads": _threads(),

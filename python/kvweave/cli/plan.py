@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvweave.cli.console import err, out, user_errors, write_json
+from kvweave.cli.dtype import Dtype, read_dtype
 from kvweave.cli.prompt_file import (
     FILE_HELP,
     PROMPT_HELP,
@@ -20,6 +21,8 @@ from kvweave.cli.prompt_file import (
 from kvweave.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    import torch
+
     from kvweave.cache import KvCache
     from kvweave.runner import Part, TokenizedPrompt
 
@@ -42,6 +45,7 @@ def plan(
         bool, typer.Option("--discover", help="Also match unmarked text by its content.")
     ] = False,
     model: Annotated[str, typer.Option(help="Whose tokenizer (and weights).")] = "smollm2",
+    dtype: Dtype = None,
     page_tokens: Annotated[int, typer.Option(min=8, max=64)] = 16,
     width: Annotated[
         int | None,
@@ -61,8 +65,11 @@ def plan(
             raise InvalidArgument(
                 f"cold: expected one of {', '.join(texts) or 'no segments'}, got {name!r}"
             )
+    if dtype is not None and policy is None:
+        raise InvalidArgument(f"dtype: expected a policy to run beside it, got {dtype} alone")
     case = _Case(
         model=model,
+        dtype=read_dtype(dtype),
         page_tokens=page_tokens,
         parts=prompt_parts(read_prompt(prompt), texts),
         warm={name: text for name, text in texts.items() if name not in (cold or ())},
@@ -90,6 +97,7 @@ class _Case:
     """What is asked: the prompt, what the cache holds before it, and how it looks."""
 
     model: str
+    dtype: torch.dtype | None
     page_tokens: int
     parts: list[Part]
     warm: dict[str, str]
@@ -148,7 +156,7 @@ def _run(case: _Case, policy: str) -> _Found:
     from kvweave.runner import Runner
 
     chosen = policy_of(policy)
-    loaded, tokenizer = models.load(case.model)
+    loaded, tokenizer = models.load(case.model, case.dtype)
     runner = Runner(loaded, tokenizer, page_tokens=case.page_tokens)
     runner.insert_many(list(case.warm.items()))
     for prompt in case.before:

@@ -411,6 +411,13 @@ class ChunkedRun:
         """What was done so far."""
         return self._run.trace
 
+    def end_of(self, start: int, most_rows: int) -> int:
+        """How far from a position a span may go that has so many rows at most."""
+        # No later layer has a row that the first has not.
+        rows = self._plans[0].rows
+        after = int(np.searchsorted(rows, start)) + most_rows
+        return int(rows[after]) if after < len(rows) else len(self._run.tokens)
+
     def compute(self, start: int, end: int) -> None:
         """The rows of positions [start, end)."""
         self._run.chunk(list(chunks.cut(self._plans, start, end)), end)

@@ -6,6 +6,7 @@ It may stop between two chunks and go on later.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -240,7 +241,7 @@ class PrefillJob:
                 self.computed = self.tokens
                 return
             self._run = executor.in_chunks(self._kv, self._ids, plans, self._first, prefix)
-        for first, end in spans(self.computed, to, self._chunk):
+        for first, end in self._spans(self._run, to):
             if first > prefix:
                 if self._lookup.at_once:
                     self._kv.commit(first, min(first, self._run.trace.exact, self._exact))
@@ -248,6 +249,21 @@ class PrefillJob:
             self._kv.expect(first, end)
             self._run.compute(first, end)
             self.computed = end
+
+    def _spans(self, run: ChunkedRun, to: int) -> Iterator[tuple[int, int]]:
+        """The spans up to a position, or beyond it by so many rows in all as it is away.
+
+        What is computed beside packed documents lies aside: there no window of positions bounds a
+        span, and each unpacks all before it, in every layer.
+        """
+        if self._documents is None:
+            yield from spans(self.computed, to, self._chunk)
+            return
+        left = to - self.computed
+        while left > 0 and self.computed < self.tokens:
+            first, rows = self.computed, min(left, self._chunk)
+            yield first, run.end_of(first, rows)
+            left -= rows
 
     def _plans(self) -> Plans:
         """What the policy says, where there is anything for it to choose from."""
