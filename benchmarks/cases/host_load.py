@@ -1,16 +1,17 @@
 """An engine under load whose device holds few requests whole, over the device and over the host.
 
 Random weights at the shape of a known model, prompts of random tokens, an arena of so many bytes on
-the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of
-every four KV heads one reads everything, the others choose pages every 16 steps, and pages that
-these do not read lie in the host's memory (FlexiCache, section 4), while the device has little room
-left. *mirrored* besides copies pages there as they fill, where the task asks for that (`copies`);
-*always* has them lie there whether the device has room or not, and *fp8* and *late* are asked for
-there too, as `Runner(host_dtype=…)` and `Runner(host_arrivals=…)` have them. All get the same
-requests, all at once, and then at the rate at which *all* got through its own. What callers hear is
-measured, what the cache says that requests held on the device while they decoded, for each of their
-tokens, how much was copied to the host, and the bounds that pages were chosen by, which lie beside
-the arena: a task may leave room for them by its `arena_bytes`.
+the device. *all*: heads read everything, and all pages lie on the device. *over the host*: of every
+four KV heads one reads everything, the others choose pages every 16 steps, and pages that these do
+not read lie in the host's memory (FlexiCache, section 4), while the device has little room left.
+*mirrored* besides copies pages there as they fill, where the task asks for that (`copies`);
+*always* has them lie there whether the device has room or not, and *fp8*, *late* and *sits out* (of
+steps, till pages have come as a whole) are asked for there too, as `Runner(host_dtype=…)` and
+`Runner(host_arrivals=…)` have them. All get the same requests, all at once, and then at the rate at
+which *all* got through its own. What callers hear is measured, what the cache says that requests
+held on the device while they decoded, for each of their tokens, how much was copied to the host,
+and the bounds that pages were chosen by, which lie beside the arena: a task may leave room for them
+by its `arena_bytes`.
 
 `python -m benchmarks.cases.host_load --json FILE [--task '{"copies": ["spill", "mirror"]}']` writes
 a run for `python -m benchmarks.report.record FILE`; vLLM with the same memory takes the same task
@@ -56,6 +57,7 @@ CADENCE = "cadence"
 OTHERWISE: dict[str, dict[str, Any]] = {
     "fp8": {"host_dtype": "fp8"},
     "late": {"host_arrivals": "late"},
+    "sits out": {"host_arrivals": "whole"},
     "always": {"host_free_share": 1.0},
 }
 """What a runner is asked for besides, by how a contender is named."""

@@ -62,6 +62,7 @@ HOSTS: dict[str, dict[str, Any]] = {
     "exact": {"host_arrivals": "exact"},
     "fp8": {"host_arrivals": "exact", "host_dtype": "fp8"},
     "late": {"host_arrivals": "late"},
+    "whole": {"host_arrivals": "whole"},
 }
 """What a runner over host memory is asked for besides."""
 

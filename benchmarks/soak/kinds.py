@@ -188,6 +188,16 @@ KINDS = (
         events=AT_HOME_EVENTS,
     ),
     Kind(
+        "host memory, whole arrivals",
+        {"host_bytes": _HOST_BYTES, "host_arrivals": "whole", "eviction": "lru"},
+        {"mode": "materialise"},
+        heads=CHOOSING,
+        room=_AT_HOME,
+        weights=_LONG,
+        alike=Alike(policies=(), kinds=()),
+        events=AT_HOME_EVENTS,
+    ),
+    Kind(
         "host memory, late arrivals, fp8, mirrored, zeroed",
         {"host_bytes": _HOST_BYTES // 4, "host_dtype": "fp8", "host_copies": "mirror"}
         | {"zero_on_free": True, "eviction": "lfu"},

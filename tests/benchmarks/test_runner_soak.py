@@ -81,7 +81,7 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
 
 
 def test_so_it_is_over_host_memory_and_packed_pages(tmp_path: Path, remote: RemoteStore) -> None:
-    some = [named(words) for words in ("host memory, exact", "int4", "int8")]
+    some = [named(words) for words in ("host memory, exact", "host memory, whole", "int4", "int8")]
     soak = Soak(tmp_path, remote, 1, KINDS[2:] if "SOAK_SECONDS" in os.environ else some)
     run_without_complaints(soak, ONE_ROUND_S, SHORT_TURN_S)
     for load in soak.loads:

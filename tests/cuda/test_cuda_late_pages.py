@@ -93,6 +93,24 @@ def test_it_is_the_definition(kinds: Any) -> None:
     assert nothing_is_held(host)
 
 
+@pytest.mark.parametrize("kinds", KINDS)
+def test_choices_that_are_read_as_a_whole_are_the_definitions(kinds: Any) -> None:
+    """However late pages come: who is given a step all the same waits for its own."""
+    resident, host = both(tiny("llama").cuda(), kinds, host_arrivals="whole")
+    resident._decoder.graphs = None
+    tokens, late = random_tokens(300, 3), LateArrivals()
+    wanted, missed = steps_of(resident, tokens, STEPS, defined=True, whole=True)
+    said, _ = steps_of(host, tokens, STEPS)
+    for one, other in zip(said, wanted, strict=True):
+        near(one, other)
+    with late.at_work():
+        assert same(steps_of(host, tokens, STEPS)[0], said)
+    assert late.made > 0
+    assert missed > 0
+    assert was_captured(host)
+    assert nothing_is_held(host)
+
+
 @pytest.mark.parametrize("copies", ["spill", "mirror"])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -29,11 +29,13 @@ class LateBudget:
     step: those that are spilled behind its first ranking, copied at once, before a second one in
     the next step, or else before the one that is due, and behind each one from then on.
     `slots`: the page that each slot of a head holds. `waits`: pages come over when the next ranking
-    waits for them, else before the step behind the one that ranks.
+    waits for them, else before the step behind the one that ranks. `whole`: they do so in any case,
+    as the request sits steps out till then; its pages leave before a ranking that is due, and by
+    no other.
     """
 
-    def __init__(self, budget: PageBudget, page: int, waits: bool) -> None:
-        self.budget, self.page, self.waits = budget, page, waits
+    def __init__(self, budget: PageBudget, page: int, waits: bool, whole: bool) -> None:
+        self.budget, self.page, self.waits, self.whole = budget, page, waits and not whole, whole
         self.room = budget.pages + -(-budget.pages // 8)
         self.position = self.count = self.listed = self.home = 0
         self.ranked: int | None = None
@@ -110,7 +112,7 @@ class LateBudget:
         if self.ranked is None or self.home or self.budget.every == 1:
             return False
         since = self.position - self.ranked
-        soon = since == 0 or since + 1 >= self.budget.every
+        soon = (since == 0 and not self.whole) or since + 1 >= self.budget.every
         return soon and self.position // self.page > self.room
 
     def _bring(self) -> None:
@@ -138,14 +140,19 @@ class LateDefinition:
     """What a lone request reads by `LateBudget`, of a runner whose pages all lie on the device."""
 
     def __init__(
-        self, runner: Runner, sequence: Decoding, waits: bool, within: Mapping[int, int]
+        self,
+        runner: Runner,
+        sequence: Decoding,
+        waits: bool,
+        within: Mapping[int, int],
+        whole: bool = False,
     ) -> None:
         # By position the layer before which pages have come over.
         self.within = within
         self.runner, self.sequence = runner, sequence
         self.page = int(runner.cache.shape.page_tokens)
         heads = runner._decoder.heads
-        self.budgets = {b.group: LateBudget(b, self.page, waits) for b in heads.budgets}
+        self.budgets = {b.group: LateBudget(b, self.page, waits, whole) for b in heads.budgets}
 
     @property
     def missed(self) -> int:
@@ -193,13 +200,14 @@ def steps_of(
     waits: bool = False,
     arrivals: LateArrivals | None = None,
     within: Mapping[int, int] | None = None,
+    whole: bool = False,
 ) -> tuple[list[torch.Tensor], int]:
     """Logits of decode steps behind a prompt, and how many pages were missed: see `LateDefinition`.
 
     Before steps of these numbers something `happens`: see `LateBudget`. That a table is moved a
     runner does by itself. By a runner's own steps, or what they read as `defined`: then missed
-    pages are counted. `waits`: see `LateBudget`. By `arrivals` pages "come", which a runner waits
-    for by itself else; `within` steps of these numbers before a layer.
+    pages are counted. `waits` and `whole`: see `LateBudget`. By `arrivals` pages "come", which a
+    runner waits for by itself else; `within` steps of these numbers before a layer.
     """
     seen: list[torch.Tensor] = []
 
@@ -210,7 +218,7 @@ def steps_of(
     with runner.prefill(tokens, "full", remember=False, reserve_tokens=steps) as done:
         sequence = decoding(runner, done, steps + 1)
         before = {len(tokens) + step: layer for step, layer in (within or {}).items()}
-        definition = LateDefinition(runner, sequence, waits, before)
+        definition = LateDefinition(runner, sequence, waits, before, whole)
         budgets = definition.budgets.values()
         with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
             if defined:

@@ -69,7 +69,7 @@ def test_who_reads_a_document_in_place_is_brought_back(llama: Any) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("arrivals", ["exact", "late"])
+@pytest.mark.parametrize("arrivals", ["exact", "whole", "late"])
 def test_who_shares_a_document_spills_pages_of_his_own(llama: Any, arrivals: str) -> None:
     """Whoever else reads it: a batch says what each says alone."""
     settings = {"page_tokens": 8, "mode": "share", "host_arrivals": arrivals}

@@ -62,7 +62,7 @@ def fill(runner: Runner, share: float) -> Any:
     return of.admit(np.full(tokens, 7, np.int32), reuse="none")
 
 
-@pytest.mark.parametrize("arrivals", ["exact", "late"])
+@pytest.mark.parametrize("arrivals", ["exact", "whole", "late"])
 @pytest.mark.parametrize("copies", ["spill", "mirror"])
 def test_nothing_is_spilled_while_there_is_room(llama: Any, copies: str, arrivals: str) -> None:
     tokens = random_tokens(TOKENS, 1)

@@ -327,5 +327,5 @@ def test_who_else_is_in_the_batch_changes_nothing(llama: Any, as_on_a_gpu: bool)
 
 @pytest.mark.parametrize("arrivals", ["", "Late", 1, True])
 def test_arrivals_of_no_kind_are_refused(llama: Any, arrivals: Any) -> None:
-    with pytest.raises(InvalidArgument, match="host_arrivals: expected exact or late, got"):
+    with pytest.raises(InvalidArgument, match="host_arrivals: expected exact, whole or late, got"):
         host_runner(llama, [top_k(4, 4)], host_arrivals=arrivals)

@@ -71,7 +71,8 @@ class Runner(KnowledgeBase, Retention, HandOff):
     of the device's pages are free than `host_free_share` (None: half of them; 1: always).
     `host_copies`: "spill" copies there what frees room, "mirror" all pages as they fill;
     `host_dtype`: None as they are, "fp8" in a byte a number; `host_arrivals`: "late" has no step
-    wait for pages that it chose, "exact" each one (None: late, but exact beside `speculate`);
+    wait for pages that it chose, "whole" its request sit steps out till they are there, "exact"
+    the step itself wait (None: late, but exact beside `speculate`);
     `host_ahead_bytes`: of it, what is touched and pinned before it is needed (None: a GiB on a
     GPU). `bounds_dtype`: what top_k heads choose pages by is kept as keys are (None), or in "fp8".
     `speculate`: tokens that a round drafts by the pages of top_k heads and verifies by all, so that

@@ -234,8 +234,9 @@ class _Budget:
         if self.host is not None:
             self.host.begin(step, np.flatnonzero((ranked >= step.positions) & goes_on), array)
         due = step.last + 1 - ranked >= self.budget.every
-        if self.host is not None and self.late is not None:
+        if self.host is not None and self.late is not None and not self.host.pool.whole:
             # The device has their room as soon as they are ranked again: that is not waited for.
+            # Of those that sit steps out no answer depends on when copies are done.
             due |= self.host.may_leave(step)
         soon = np.flatnonzero((ranked >= 0) & due & goes_on)
         if len(soon):
@@ -420,6 +421,15 @@ class ChosenPages:
         for group in self.groups:
             if row < len(group.ranked):
                 group.forget(row)
+
+    def sits_out(self, row: int, hosts: Mapping[int, HostPages]) -> bool:
+        """Whether a request should take no step yet: see `LatePages.sits_out`."""
+        return any(
+            group.late is not None
+            and row < len(group.ranked)
+            and group.late.sits_out(row, hosts.get(group.budget.group))
+            for group in self.groups
+        )
 
     def take_failures(self) -> Failures:
         """By row the requests whose pages could not be had of host memory since the last time."""

@@ -70,6 +70,7 @@ class Decoder:
         watched: bool = False,
         choose: Callable[[Sequence[Decoding], torch.Tensor, bool], Int64] = choose_all,
         failed: dict[int, Exception] | None = None,
+        sitting_out: Sequence[Decoding] = (),
     ) -> Int64:
         """Feeds each sequence's last token through the model and chooses its next: ids i64 [B].
 
@@ -77,8 +78,9 @@ class Decoder:
         is of a sequence that says nothing. Into `failed`, where it is given, goes by number in the
         batch why that is for those whose pages could not be had of host memory: they are released.
 
-        The batch is of one kind: see `by_regime`. `watched`: `queries` then has those of the step,
-        [L, B, H, D], until the next one.
+        The batch is of one kind: see `by_regime`. Who is `sitting_out` goes on later where it is,
+        while whoever else was in the last step has left. `watched`: `queries` then has those of the
+        step, [L, B, H, D], until the next one.
 
         # Errors
         `PoolFull` when the batch needs blocks and there are none; no request has changed then, and
@@ -90,8 +92,8 @@ class Decoder:
         start = time.perf_counter()
         if not batch:
             return np.zeros(0, np.int64)
-        slots = self._slots_of(batch)
-        slots.seat(batch)
+        slots = self._slots_of([*batch, *sitting_out] if sitting_out else batch)
+        slots.seat(batch, sitting_out)
         with self.spec.current():
             step = slots.step()
             logits = self._logits(slots, step, watched)
@@ -107,6 +109,16 @@ class Decoder:
             chosen[list(failures)] = -1
         slots.hear(chosen, time.perf_counter() - start)
         return chosen
+
+    def sits_out(self, batch: Sequence[Decoding]) -> list[bool]:
+        """Who should take no step yet, as pages that it has chosen are on their way.
+
+        Empty where nobody should. A step that has one of them all the same waits for its pages.
+        """
+        if not any(pool.whole for pool in self.heads.host.values()) or not self._slots:
+            return []
+        found = [any(slots.sits_out(one) for slots in self._slots) for one in batch]
+        return found if any(found) else []
 
     @contextmanager
     def _behind(self, slots: DecodeSlots) -> Iterator[None]:

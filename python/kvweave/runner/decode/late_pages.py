@@ -11,6 +11,8 @@ Of a request whose first pages lie in host memory, a ranking takes effect step b
 
 In 2 and 3 pages begun since the ranking are read besides. Nobody waits, but for a ranking that
 falls due while pages of the one before it are still on their way: these take a whole period then.
+Where choices are read as a whole there is no 2: a request sits steps out until its pages are there,
+while others take theirs (`sits_out`), and waits for them in a step that it is given all the same.
 Pages that are brought take slots behind step 1, which read them: each in ascending order the first
 that holds none of the new choice. So a page that was chosen lately lies in its slot until another
 takes that.
@@ -31,6 +33,7 @@ import torch
 from kvweave.runner.decode.host_slots import HostSlots
 from kvweave.runner.decode.listed_step import ListedStep
 from kvweave.runner.decode.sampling import Int64
+from kvweave.runner.kv.host_pages import HostPages
 from kvweave.runner.kv.tables import Int32, send_index
 
 SIDES = 2
@@ -117,16 +120,23 @@ class LatePages:
         """Goes on to what a step reads; whether any of it is still on its way.
 
         All of a choice that has come over by now. Those that are `overdue` [B], whose next ranking
-        is due, wait for theirs.
+        is due, wait for theirs, and so do all who should have sat this step out.
         """
         late = self._at[step.rows] == _PARTLY
         if not late.any():
             return False
-        self.slots.settle(step, np.flatnonzero(late & overdue))
+        waits = late if self.slots.pool.whole else late & overdue
+        self.slots.settle(step, np.flatnonzero(waits))
         there = late & self.slots.arrived(step, late)
         self.side[step.rows[there]] ^= 1
         self._at[step.rows[there]] = _STEADY
         return bool((late & ~there).any())
+
+    def sits_out(self, row: int, host: HostPages | None) -> bool:
+        """Whether a request should take no step yet, as it would wait for what it has chosen."""
+        if not self.slots.pool.whole or self._at[row] != _PARTLY:
+            return False
+        return host is not None and not host.has_arrived()
 
     def begin(self, step: ListedStep, some: Int64, count: Int64) -> None:
         """Takes note of those whose ranking in a step is late, of so many entries each [n]."""

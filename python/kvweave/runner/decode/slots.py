@@ -133,13 +133,18 @@ class DecodeSlots:
         # Lists compare their members by identity first.
         return self.batch == (batch if isinstance(batch, list) else list(batch))
 
-    def seat(self, batch: Sequence[Decoding]) -> None:
-        """Makes these the batch of the next step, in this order: others leave, new ones join."""
+    def seat(self, batch: Sequence[Decoding], sitting_out: Sequence[Decoding] = ()) -> None:
+        """Makes these the batch of the next step, in this order: others leave, new ones join.
+
+        Those who are `sitting_out` keep their rows, and go on later where they are.
+        """
         if self.is_seated(batch):
             return
         said, coming = self._said is not None, set(batch)
-        for sequence in self.members.keys() - coming:
+        for sequence in self.members.keys() - coming - set(sitting_out):
             self._leave(sequence)
+        for sequence in (coming & self.members.keys()) - set(self.batch):
+            self._newest[self.members[sequence]] = sequence.tokens[-1]
         joining = list(dict.fromkeys(s for s in batch if s not in self.members))
         self._take_heads(joining)
         # Those who stay need no more than when they came.
@@ -180,6 +185,13 @@ class DecodeSlots:
         if tuple(promoted) != self.promoted:
             self.promoted = tuple(promoted)
             self.rows.set_heads(self.reach.sights)
+
+    def sits_out(self, sequence: Decoding) -> bool:
+        """Whether a request should take no step yet: see `LatePages.sits_out`."""
+        row = self.members.get(sequence)
+        if row is None or self.chosen is None:
+            return False
+        return self.chosen.sits_out(row, sequence.host)
 
     def let_go(self, some: Sequence[Decoding]) -> None:
         """Lets some go that take their steps elsewhere from now on."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -15,12 +16,19 @@ class DecodeGroup:
     """Requests of one step, `lives`, and what decodes for each, `sequences`.
 
     `heard`: those whose tokens are looked at one by one, with their rows. All others are delivered
-    and told of together: a step of many requests does next to nothing for each of them.
+    and told of together: a step of many requests does next to nothing for each of them. Others of
+    the last step may be `sitting_out`.
     """
 
-    def __init__(self, sequences: Sequence[Decoding], lives: Sequence[LiveRequest]) -> None:
+    def __init__(
+        self,
+        sequences: Sequence[Decoding],
+        lives: Sequence[LiveRequest],
+        sitting_out: Sequence[Decoding] = (),
+    ) -> None:
         self.sequences = sequences
         self.lives = lives
+        self.sitting_out = sitting_out
         self.heard = [(row, live) for row, live in enumerate(lives) if not live.is_plain]
         self._plain = [(row, live) for row, live in enumerate(lives) if live.is_plain]
         self._rows = np.asarray([row for row, _ in self._plain], np.int64)
@@ -30,6 +38,12 @@ class DecodeGroup:
         members = [live.answering.sequence for _, live in self._plain]
         self._left = np.asarray([sequence.remaining for sequence in members], np.int64)
         self._stops = np.asarray(sorted(set().union(*(s.stop for s in members))), np.int64)
+
+    def without(self, those: Sequence[bool]) -> DecodeGroup:
+        """The same of a step that those [B] sit out."""
+        out, stay = list(compress(self.sequences, those)), [not one for one in those]
+        sequences, lives = compress(self.sequences, stay), compress(self.lives, stay)
+        return DecodeGroup(list(sequences), list(lives), out)
 
     def note(self, said: Int64) -> None:
         """Takes note of so many tokens of each, i64 [B], that were delivered one by one."""
@@ -92,6 +106,21 @@ class DecodeGroups:
             for some in by_regime(list(answering))
         ]
         return found
+
+    def going_on(
+        self, group: DecodeGroup, sits: Sequence[bool], not_done: Callable[[int], object]
+    ) -> DecodeGroup:
+        """A group without those that sit the step out, unless all should: then it waits for them.
+
+        `sits` [B], or empty where nobody does. They are `not_done` in this step, by their numbers.
+        """
+        if not sits or all(sits):
+            return group
+        for live in compress(group.lives, sits):
+            not_done(live.handle.number)
+        # What the group counts of each is of steps that all take.
+        self.forget()
+        return group.without(sits)
 
     def forget(self) -> None:
         """Lets go of all, as somebody has left. From any thread."""

@@ -21,12 +21,7 @@ from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
 from kvweave.runner.engine.heard_run import say
 from kvweave.runner.engine.live_request import LiveRequest
-from kvweave.runner.engine.metrics import (
-    metrics_of_cache,
-    metrics_of_queue,
-    metrics_of_tiers,
-    text_of,
-)
+from kvweave.runner.engine.metrics import text_of
 from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.engine.submissions import Submissions
 from kvweave.runner.prefill.parted_job import part_tokens
@@ -192,10 +187,8 @@ class Engine(Submissions):
 
     def metrics_text(self) -> str:
         """What the cache, the tiers and the scheduler count, in the text format of Prometheus."""
-        cache = metrics_of_cache(self._prefiller.cache.stats())
-        tiers = self._prefiller.tiers
-        stored = () if tiers is None else metrics_of_tiers(tiers.stats())
-        return text_of((*cache, *stored, *metrics_of_queue(self.metrics())))
+        cache, tiers = self._prefiller.cache.stats(), self._prefiller.tiers
+        return text_of(cache, self.metrics(), None if tiers is None else tiers.stats())
 
     # ---- one thread -----------------------------------------------------------------------
 
@@ -272,7 +265,8 @@ class Engine(Submissions):
         if [live for live in found.given if not self._is_there(live)]:
             found = self._groups.of(plan.decode, self._live)
         for group in found.groups:
-            self._decode(group)
+            sits = self._decoder.sits_out(group.sequences)
+            self._decode(self._groups.going_on(group, sits, self._scheduler.not_done))
         if not found.groups:
             # Choosing tokens waits for the device. Chunks alone do not, and plans that run ahead of
             # it would have whoever comes meanwhile wait for all of them.
@@ -328,7 +322,11 @@ class Engine(Submissions):
         choice = CheckedChoice(self._prefiller.spec.vocabulary)
         watched = any(live.answering.is_watched for _, live in group.heard)
         chosen = self._decoder.step(
-            group.sequences, watched=watched, choose=choice, failed=choice.failed
+            group.sequences,
+            watched=watched,
+            choose=choice,
+            failed=choice.failed,
+            sitting_out=group.sitting_out,
         )
         queries = self._decoder.queries if watched else None
         return partial(

@@ -5,7 +5,7 @@ They are for whoever runs the machine: they are sums over all namespaces, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,12 +40,16 @@ class Metric:
             )
 
 
-def text_of(metrics: Iterable[Metric]) -> str:
-    """Metrics as they are scraped."""
+def text_of(
+    cache: Mapping[str, Any], queue: Mapping[str, int], tiers: Mapping[str, Any] | None
+) -> str:
+    """Metrics as they are scraped: of what a cache, a scheduler and tiers, if any, say of them."""
+    stored = () if tiers is None else _metrics_of_tiers(tiers)
+    metrics = *_metrics_of_cache(cache), *stored, *_metrics_of_queue(queue)
     return "".join(f"{line}\n" for metric in metrics for line in metric.lines())
 
 
-def metrics_of_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _metrics_of_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
     """Of what `KvCache.stats` says: blocks, and what prompts found."""
     states = ("free", "held", "cached")
     blocks: dict[Labels, float] = {
@@ -72,7 +76,7 @@ def metrics_of_cache(stats: Mapping[str, Any]) -> Iterator[Metric]:
     yield _one("hit_ratio", "gauge", says, share)
 
 
-def metrics_of_tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
+def _metrics_of_tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
     """Of what `Tiers.stats` says: where documents came from, and what went wrong."""
     says = "Marked documents of prompts, by where their KV came from."
     yield _by("documents_total", "counter", says, "source", stats["documents"])
@@ -92,7 +96,7 @@ def metrics_of_tiers(stats: Mapping[str, Any]) -> Iterator[Metric]:
         yield _one("remote_resting", "gauge", says, remote["resting"])
 
 
-def metrics_of_queue(counts: Mapping[str, int]) -> Iterator[Metric]:
+def _metrics_of_queue(counts: Mapping[str, int]) -> Iterator[Metric]:
     """Of what `Server.metrics` says: who waits, and what steps did."""
     states = {state: counts[state] for state in ("waiting", "prefilling", "decoding")}
     yield _by("requests", "gauge", "Requests that have not ended, by state.", "state", states)

@@ -24,8 +24,9 @@ class HostMemory:
 
     `copies`: "mirror" copies pages there as they fill, "spill" those that are spilled. `dtype`:
     "fp8" keeps them in a byte a number, None as they are. `arrivals`: "late" has rankings take
-    effect late, "exact" has their steps wait for what they bring; None is the former but beside
-    drafts, whose verifications wait. `ahead`: bytes that are reserved before they are needed, by a
+    effect late and in parts, "whole" late and as a whole, for which their requests sit steps out,
+    "exact" has their steps wait for what they bring; None is the first but beside drafts, whose
+    verifications wait. `ahead`: bytes that are reserved before they are needed, by a
     thread; None for some on a GPU, none elsewhere. `free_share`: of the device's pages, those that
     should be free: requests are spilled while fewer are.
     """
@@ -49,9 +50,9 @@ class HostMemory:
             raise InvalidArgument(f"host_copies: expected spill or mirror, got {got}")
         if self.dtype not in (None, "fp8"):
             raise InvalidArgument(f"host_dtype: expected fp8 or None, got {shown(self.dtype)}")
-        if self.arrivals not in (None, "exact", "late"):
+        if self.arrivals not in (None, "exact", "whole", "late"):
             got = shown(self.arrivals)
-            raise InvalidArgument(f"host_arrivals: expected exact or late, got {got}")
+            raise InvalidArgument(f"host_arrivals: expected exact, whole or late, got {got}")
         if self.ahead is not None:
             whole("host_ahead_bytes", self.ahead, 0)
         if self.free_share is not None:

@@ -43,6 +43,7 @@ class HostPool:
     too. `device` counts the pages of the arena; while less than `free_share` of them are free
     requests are spilled. `aside` makes copies that decoding does not wait for. `late` brings pages
     that a ranking has chosen, where rankings take effect late; None where a step waits for these.
+    `whole`: whether its request sits steps out until all of them have come.
     Whatever the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
@@ -56,6 +57,7 @@ class HostPool:
     scales: torch.Tensor | None = None
     mirrors: bool = False
     late: Aside | None = None
+    whole: bool = False
     transfers: Transfers = field(default_factory=Transfers)
 
     @property
@@ -363,5 +365,6 @@ def _made(budget: PageBudget, device: KvCache, arena: torch.Tensor, asked: HostM
         FREE_SHARE if asked.free_share is None else asked.free_share,
         scales,
         mirrors=asked.copies == "mirror",
-        late=Aside(arena.device) if asked.arrivals == "late" else None,
+        late=Aside(arena.device) if asked.arrivals in ("late", "whole") else None,
+        whole=asked.arrivals == "whole",
     )
