@@ -148,6 +148,7 @@ def test_speculation_case_measures_rounds_beside_dense_steps() -> None:
         assert row.of["worth it from"] == row.value / dense.value - 1
 
 
+@pytest.mark.long
 def test_top_k_step_case_measures_steps_of_whole_batches() -> None:
     """Of a tiny model on the host: who joins at once and who joins in turns."""
     loads = [top_k_step.Load(3, 200, 2, in_turns=turns) for turns in (False, True)]

@@ -41,6 +41,7 @@ def test_steps_over_packed_pages_are_timed() -> None:
     assert rows[1].of["KV GB"] < rows[0].of["KV GB"]
 
 
+@pytest.mark.long
 def test_steps_are_timed_over_packed_pages_of_every_kind() -> None:
     (load,) = packed_kinds.ON_CPU
     rows = packed_kinds.stepped(random_model(load.model, "cpu", layers=load.layers), load)
@@ -110,6 +111,7 @@ def test_steps_are_timed_while_texts_come_to_lie_in_several_formats() -> None:
     assert [row.of["formats"] for row in rows[-2:]] == [2, 2]
 
 
+@pytest.mark.long
 def test_more_fits_where_pages_are_packed() -> None:
     rows = {row.name.split(", ")[1]: row for row in packed_capacity.run(quick=True)}
     exact, packed = rows["one request: exact"], rows["one request: int4"]
@@ -120,6 +122,7 @@ def test_more_fits_where_pages_are_packed() -> None:
     assert all(row.of["KV GB"] <= (16 << 20) / 1e9 for row in rows.values())
 
 
+@pytest.mark.long
 def test_rows_are_timed_over_pages_as_they_lie_and_over_a_copy() -> None:
     rows = packed_rows.compared(random_model("small Llama", "cpu", layers=1), 512, (2,), rounds=1)
     assert [row.name.split(",")[0] for row in rows] == list(packed_rows.FORMATS)

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.cases.hand_off import Problem, rows_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mapped", [False, True])
 def test_a_prompt_is_handed_over_and_its_tokens_are_the_same(
     mapped: bool, monkeypatch: pytest.MonkeyPatch

@@ -240,6 +240,7 @@ def test_a_run_measures_keeps_and_goes_on(tmp_path: Path, monkeypatch, capsys):
     assert drawn.exists()
 
 
+@pytest.mark.long
 def test_answers_over_packed_pages_are_scored(tmp_path: Path, monkeypatch, capsys):
     """Over exact pages a small model finds the number; without most channels it does not."""
     ways = (

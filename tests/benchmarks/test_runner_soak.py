@@ -68,6 +68,7 @@ def run_without_complaints(soak: Soak, seconds: float, turn_s: float, turns: int
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.long
 def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
     tmp_path: Path, remote: RemoteStore
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_mixed_load_leaves_nothing_and_answers_as_in_quiet(
     assert [row.value for row in rows if row.name == "complaints"] == [3]
 
 
+@pytest.mark.long
 def test_so_it_is_over_host_memory_and_packed_pages(tmp_path: Path, remote: RemoteStore) -> None:
     some = [named(words) for words in ("host memory, exact", "host memory, whole", "int4", "int8")]
     soak = Soak(tmp_path, remote, 1, KINDS[2:] if "SOAK_SECONDS" in os.environ else some)

@@ -14,6 +14,7 @@ from kvweave.models import load_smollm2
 from kvweave.runner import Runner
 
 
+@pytest.mark.long
 def test_accepted_drafts_are_counted_and_answers_are_those_of_dense_decoding() -> None:
     greedy, drafted, drawn, of_draws = speculation_text.run(quick=True)
     assert greedy.name == "SmolLM2, sotu, 1 × 100: dense"

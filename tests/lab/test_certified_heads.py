@@ -203,6 +203,7 @@ def test_under_a_head_map_full_is_the_whole_models(runner: Runner, loaded: tuple
             certify(narrow, Bound("kl", 1.0), effort=SMALL, whole=wrong)
 
 
+@pytest.mark.long
 def test_the_command_finds_a_head_map(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     for part in with_tokenizer():

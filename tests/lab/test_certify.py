@@ -159,6 +159,7 @@ def test_a_length_that_does_not_hold_the_job_is_said_at_once(runner: Runner) -> 
 # ---- the command -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "other"), [("f32", "bf16"), ("bf16", "f16")])
 def test_a_profile_is_of_a_dtype_that_commands_are_told(
     dtype: str, other: str, chatting: tuple[Any, Any], tmp_path: Path

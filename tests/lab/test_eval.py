@@ -299,6 +299,7 @@ def test_language_model_on_the_real_model(runner: Runner, language: Evaluation) 
     runner.cache.check()
 
 
+@pytest.mark.long
 def test_generated_answers_on_the_real_model(runner: Runner) -> None:
     found = evaluate(
         runner, task_of("needle", 512), ["naive"], samples=1, seed=0, max_new_tokens=12

@@ -457,6 +457,7 @@ def test_the_command_measures_in_a_dtype(
     assert json.loads(log.read_text().splitlines()[0])["dtype"] == measured
 
 
+@pytest.mark.long
 def test_the_smoke_suite_is_measured_and_reported(tmp_path: Path) -> None:
     """The commands from end to end, on the real model."""
     log = tmp_path / "smoke.jsonl"

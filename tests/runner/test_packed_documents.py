@@ -425,6 +425,7 @@ def test_a_draft_that_outgrows_the_windows_is_refused_by_name(model: Any) -> Non
 # ---- a real model ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_real_model_stays_close(smollm2: Any) -> None:
     """KL a token to the same policy over exact documents."""
     model, tokenizer = smollm2

@@ -423,6 +423,7 @@ def test_what_no_kernel_reads_is_refused_by_its_format(dtype: Any, dim: int) -> 
 # ---- a real model ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_real_model_stays_close(smollm2: Any) -> None:
     """KL a token of known text behind 900 tokens of which most are packed."""
     model, tokenizer = smollm2

@@ -113,6 +113,7 @@ def test_one_request_at_a_time(llama, sampling) -> None:
         assert runner.generate(prompt, "full", **ask).tokens == wanted
 
 
+@pytest.mark.long
 def test_answers_of_a_real_model_are_dense(smollm2) -> None:
     model, tokenizer = smollm2
     kinds = [top_k(5), FULL, WINDOW, top_k(6, 16)]

@@ -102,6 +102,7 @@ def test_a_store_is_told_what_documents_took(tmp_path: Path) -> None:
         assert found[len(text)] == sum(flops.values()) - flops["logits"] > 0
 
 
+@pytest.mark.long
 def test_a_restarted_process_says_the_same(tmp_path: Path, smollm2: Any) -> None:
     """Real weights and the default policy; the first process is killed once it has flushed."""
     code = """

@@ -87,6 +87,7 @@ def test_stop_strings_and_streams(sdpa: Any) -> None:
     assert heard.tokens == [*theirs[0], -1]
 
 
+@pytest.mark.long
 def test_packed_pages_say_what_exact_ones_say(sdpa: Any) -> None:
     """INT8 in under half the bytes; the second question goes on behind the first one's pages."""
     model, tokenizer = sdpa
@@ -101,6 +102,7 @@ def test_packed_pages_say_what_exact_ones_say(sdpa: Any) -> None:
     assert made[0] == made[1]
 
 
+@pytest.mark.long
 @needs_both_names  # The page has the name of now.
 def test_the_documents_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     """The first has under ten lines; all go on in one session."""
