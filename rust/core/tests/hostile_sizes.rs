@@ -34,7 +34,7 @@ fn a_call_without_copies_is_of_blocks_that_the_cache_can_hold() {
     for kv_heads in [5, 1 << 31, usize::MAX / 64, usize::MAX] {
         let geometry = PageGeometry { kv_heads, ..PageGeometry::arena(2, 1, 4, D) };
         let spread = PageGeometry { layer_stride: kv_heads.wrapping_mul(PAGE), ..geometry };
-        for wrong in [geometry, spread] {
+        for wrong in [geometry, spread, PageGeometry::arena(2, kv_heads, 4, D)] {
             let refused = copy_nothing(wrong, 8, None).expect_err("a refusal").kind();
             let expected = [OpErrorKind::OutOfRange, OpErrorKind::Overlap];
             assert!(expected.contains(&refused), "{kv_heads}: {refused:?}");

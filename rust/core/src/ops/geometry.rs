@@ -44,7 +44,8 @@ impl PageGeometry {
             page_tokens,
             head_dim,
             block_stride: 2 * half_page,
-            layer_stride: kv_heads * 2 * half_page,
+            // More heads than any tensor has are refused where the op's arguments are looked at.
+            layer_stride: kv_heads.saturating_mul(2 * half_page),
             head_stride: 2 * half_page,
             token_stride: head_dim,
             value_offset: half_page,
