@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 from kvweave import demo
 from kvweave.cli import app
 
+# The demo is a minute on the real model.
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:

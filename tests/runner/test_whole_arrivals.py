@@ -55,7 +55,7 @@ def test_it_is_the_definition(llama: Any, kinds: Any, length: int, as_on_a_gpu: 
     assert nothing_is_held(host)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     length=st.integers(1, 160),
     pages=st.integers(4, 12),

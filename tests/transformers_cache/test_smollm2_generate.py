@@ -29,6 +29,7 @@ def sdpa(smollm2: Any) -> Any:
     model.set_attn_implementation(before)
 
 
+@pytest.mark.long
 def test_it_says_what_sdpa_says(sdpa: Any) -> None:
     model, tokenizer = sdpa
     prompts = [tokenizer(MANUAL + question, return_tensors="pt") for question in QUESTIONS]

@@ -21,7 +21,7 @@ from kvweave.runner.engine.engine_request import EngineRequest, Outcome
 from kvweave.runner.engine.engine_room import EngineRoom
 from kvweave.runner.engine.heard_run import say
 from kvweave.runner.engine.live_request import LiveRequest
-from kvweave.runner.engine.metrics import text_of
+from kvweave.runner.engine.metrics import engine_text
 from kvweave.runner.engine.prompt_work import PromptWork
 from kvweave.runner.engine.submissions import Submissions
 from kvweave.runner.prefill.parted_job import part_tokens
@@ -188,7 +188,7 @@ class Engine(Submissions):
     def metrics_text(self) -> str:
         """What the cache, the tiers and the scheduler count, in the text format of Prometheus."""
         cache, tiers = self._prefiller.cache.stats(), self._prefiller.tiers
-        return text_of(cache, self.metrics(), None if tiers is None else tiers.stats())
+        return engine_text(cache, self.metrics(), None if tiers is None else tiers.stats())
 
     # ---- one thread -----------------------------------------------------------------------
 

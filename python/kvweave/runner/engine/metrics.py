@@ -5,7 +5,7 @@ They are for whoever runs the machine: they are sums over all namespaces, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,12 +40,16 @@ class Metric:
             )
 
 
-def text_of(
+def engine_text(
     cache: Mapping[str, Any], queue: Mapping[str, int], tiers: Mapping[str, Any] | None
 ) -> str:
-    """Metrics as they are scraped: of what a cache, a scheduler and tiers, if any, say of them."""
+    """The text of what an engine's cache, scheduler and tiers, if any, say of themselves."""
     stored = () if tiers is None else _metrics_of_tiers(tiers)
-    metrics = *_metrics_of_cache(cache), *stored, *_metrics_of_queue(queue)
+    return text_of((*_metrics_of_cache(cache), *stored, *_metrics_of_queue(queue)))
+
+
+def text_of(metrics: Iterable[Metric]) -> str:
+    """Metrics as they are scraped."""
     return "".join(f"{line}\n" for metric in metrics for line in metric.lines())
 
 
