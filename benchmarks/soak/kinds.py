@@ -151,6 +151,7 @@ _LONG = {**WEIGHTS, LONG: 1}
 _AT_HOME = Room(device=1280, frozen_quota=256)
 _HOST_BYTES = 2200 * AT_HOME * HEAD_TOKEN_BYTES
 """Less than eight requests have pages of."""
+_OVER_HOST: dict[str, Any] = {"heads": CHOOSING, "room": _AT_HOME, "weights": _LONG}
 _PACKED_WITHOUT = frozenset({"pin", "healing", "remote"})
 # Who gave way finds its own packed pages, and goes on behind these.
 _ALIKE_PACKED = Alike(resumed=False, tokens=EXACTLY_PACKED, found=OF_SINK)
@@ -180,9 +181,7 @@ KINDS = (
         "host memory, exact arrivals",
         {"host_bytes": _HOST_BYTES, "host_arrivals": "exact", "eviction": "cost-aware"},
         {"mode": "materialise"},
-        heads=CHOOSING,
-        room=_AT_HOME,
-        weights=_LONG,
+        **_OVER_HOST,
         # Who gave way has its answer so far computed by all pages, and so may find who comes later.
         alike=Alike(kinds=(*EXACT, LONG), turns=False, resumed=False),
         events=AT_HOME_EVENTS,
@@ -191,9 +190,7 @@ KINDS = (
         "host memory, whole arrivals",
         {"host_bytes": _HOST_BYTES, "host_arrivals": "whole", "eviction": "lru"},
         {"mode": "materialise"},
-        heads=CHOOSING,
-        room=_AT_HOME,
-        weights=_LONG,
+        **_OVER_HOST,
         alike=Alike(policies=(), kinds=()),
         events=AT_HOME_EVENTS,
     ),
@@ -202,9 +199,7 @@ KINDS = (
         {"host_bytes": _HOST_BYTES // 4, "host_dtype": "fp8", "host_copies": "mirror"}
         | {"zero_on_free": True, "eviction": "lfu"},
         {"mode": "materialise"},
-        heads=CHOOSING,
-        room=_AT_HOME,
-        weights=_LONG,
+        **_OVER_HOST,
         alike=Alike(policies=(), kinds=()),
         events=AT_HOME_EVENTS,
     ),
@@ -212,11 +207,9 @@ KINDS = (
         "host memory, drafts, share",
         {"host_bytes": _HOST_BYTES, "speculate": 3},
         {"mode": "share"},
-        heads=CHOOSING,
+        **_OVER_HOST,
         twin_heads=_dense(CHOOSING),
-        room=_AT_HOME,
         without=frozenset({"healing"}),
-        weights=_LONG,
         alike=Alike(kinds=(*EXACT, LONG)),
         events=(*AT_HOME_EVENTS, "tokens drafted", "drafts accepted"),
     ),

@@ -17,9 +17,35 @@ from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.kv.aside import Arrival
 from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.page_budget import PageBudget
-from ranked_pages import best_pages, page_score, stored_tokens
+from ranked_pages import FULL, WINDOW, best_pages, page_score, stored_tokens, top_k
 
 Scores = Callable[[], list[float]]
+
+
+MIXED = [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)]
+KINDS = [[top_k(4, 5)], [top_k(5, 16), FULL], MIXED, [WINDOW, top_k(5, 2)], [top_k(8, 9)]]
+"""What heads are, in maps whose rankings may be late."""
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def happening(length: int, steps: int, page: int, leaves: set[int]) -> dict[int, str]:
+    """Before which steps a lone request leaves, or its table outgrows its room.
+
+    That is a power of two from 16 on, for one entry more than it has when it joins or moves.
+    """
+    found, room = dict[int, str](), 0
+    for step in range(steps):
+        entries = (length + step) // page + 1
+        if step in leaves:
+            found[step], room = "leaves", 0
+        elif entries > room and step:
+            found[step] = "moved"
+        if entries > room:
+            room = max(16, 1 << entries.bit_length())
+    return found
 
 
 class LateBudget:

@@ -134,7 +134,7 @@ def speeches():
 def knowledge(request, smollm2, speeches):
     model, tokenizer = smollm2
     runner = Runner(model, tokenizer, max_tokens=8192, mode=request.param, progress=False)
-    texts = [speech[:800] for speech in speeches[:3]]
+    texts = [speech[:1200] for speech in speeches[:3]]
     for index, text in enumerate(texts):
         runner.insert(text, f"speech-{index}", "kb")
     parts = ["You are given three passages.\n"]

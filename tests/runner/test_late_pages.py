@@ -16,21 +16,15 @@ from families import random_tokens, tiny
 from host_memory import both, host_runner, nothing_is_held, spills
 from kvweave import InvalidArgument
 from kvweave.runner import Runner
-from late_pages import LateArrivals, steps_of
-from ranked_pages import FULL, WINDOW, logits_of_steps, stepping_as_on_a_gpu, top_k
+from late_pages import KINDS, MIXED, LateArrivals, happening, same, steps_of
+from ranked_pages import FULL, logits_of_steps, stepping_as_on_a_gpu, top_k
 
 STEPS = 48
-MIXED = [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)]
-KINDS = [[top_k(4, 5)], [top_k(5, 16), FULL], MIXED, [WINDOW, top_k(5, 2)], [top_k(8, 9)]]
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return tiny("llama")
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---- what is read ---------------------------------------------------------------------------
@@ -48,23 +42,6 @@ def test_it_is_the_definition(name: str, kinds: Any, length: int) -> None:
     assert missed > 0 or length == 3
     assert spills(host) == len(host.host)
     assert nothing_is_held(host)
-
-
-def happening(length: int, steps: int, page: int, leaves: set[int]) -> dict[int, str]:
-    """Before which steps a lone request leaves, or its table outgrows its room.
-
-    That is a power of two from 16 on, for one entry more than it has when it joins or moves.
-    """
-    found, room = dict[int, str](), 0
-    for step in range(steps):
-        entries = (length + step) // page + 1
-        if step in leaves:
-            found[step], room = "leaves", 0
-        elif entries > room and step:
-            found[step] = "moved"
-        if entries > room:
-            room = max(16, 1 << entries.bit_length())
-    return found
 
 
 @settings(max_examples=15)

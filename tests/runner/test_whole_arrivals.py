@@ -16,21 +16,15 @@ from families import random_tokens, tiny
 from host_memory import both, host_runner, nothing_is_held, spills
 from kvweave.runner import Runner
 from kvweave.runner.decode.decoder import Decoder
-from late_pages import LateArrivals, steps_of
-from ranked_pages import FULL, WINDOW, stepping_as_on_a_gpu, top_k
+from late_pages import KINDS, MIXED, LateArrivals, happening, same, steps_of
+from ranked_pages import stepping_as_on_a_gpu, top_k
 
 STEPS = 48
-MIXED = [top_k(4, 5), FULL, top_k(6, 3), WINDOW, top_k(4)]
-KINDS = [[top_k(4, 5)], [top_k(5, 16), FULL], MIXED, [WINDOW, top_k(5, 2)], [top_k(8, 9)]]
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return tiny("llama")
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # ---- what is read ---------------------------------------------------------------------------
@@ -70,13 +64,7 @@ def test_it_is_the_definition_of_any_budget(
     how = {"page_tokens": page, "host_copies": copies}
     resident, host = both(model, kinds, host_arrivals="whole", **how)
     tokens, late = random_tokens(length, 3), LateArrivals()
-    # A table that outgrows its room is ranked anew.
-    room, moves = 0, {}
-    for step in range(45):
-        entries = (length + step) // page + 1
-        if entries > room:
-            moves |= {step: "moved"} if step else {}
-            room = max(16, 1 << entries.bit_length())
+    moves = happening(length, 45, page, set())
     wanted, _ = steps_of(resident, tokens, 45, moves, defined=True, whole=True)
     with late.at_work():
         said, _ = steps_of(host, tokens, 45)

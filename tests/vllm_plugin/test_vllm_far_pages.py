@@ -23,11 +23,12 @@ DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("paced", [False, True], ids=["each step", "each page"])
 @pytest.mark.parametrize("classes", CLASSES.values(), ids=CLASSES)
-def test_whatever_is_chosen_is_what_was_written(classes, paced, device: str) -> None:
+def test_whatever_is_chosen_is_what_was_written(classes, paced, seed: int, device: str) -> None:
     """Requests come, grow, give their pages up, end in any step, and two in one step."""
-    world = World(classes, device, 0, paced)
+    world = World(classes, device, seed, paced)
     for _ in range(250):
         world.events()
     assert world.far.spilled > 10
