@@ -5,7 +5,7 @@ use kvweave_core::ops::{PageGeometry, Pairing};
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, DeviceBuffer, Grid};
+use crate::ffi::{DeviceBuffer, Grid};
 use crate::operands::{DeviceTensor, blocks_of, blocks_within, bytes_of, long, name_of, narrow};
 use crate::params::CopyRerotateParams;
 
@@ -76,9 +76,8 @@ impl CudaBackend {
         };
         let width = if shape.wide { "wide" } else { "narrow" };
         let name = format!("copy_rerotate_{}_{pairing}_{width}", name_of(call.dtype));
-        let kernel = self.kernel("copy_rerotate", &name)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, shape.grid, call.stream, &params) }
+        unsafe { self.launch(("copy_rerotate", &name), shape.grid, call.stream, &params) }
     }
 }
 

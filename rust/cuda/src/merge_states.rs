@@ -4,7 +4,7 @@ use kvweave_core::KvDtype;
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
+use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, bytes_of, long, name_of, narrow};
 use crate::params::MergeStatesParams;
 
@@ -60,9 +60,8 @@ impl CudaBackend {
         };
         let width = if vector > 1 { "wide" } else { "narrow" };
         let name = format!("merge_states_{}_{width}", name_of(call.dtype));
-        let kernel = self.kernel("merge_states", &name)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+        unsafe { self.launch(("merge_states", &name), grid, call.stream, &params) }
     }
 }
 

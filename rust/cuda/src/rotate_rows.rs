@@ -5,7 +5,7 @@ use kvweave_core::ops::Pairing;
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
+use crate::ffi::Grid;
 use crate::operands::{DeviceRows, blocks_of, bytes_of, long, name_of, narrow};
 use crate::params::{RotateRowsParams, RotatedVectorsParams};
 
@@ -75,9 +75,10 @@ impl CudaBackend {
             threads: THREADS as u32,
             shared_bytes: 0,
         };
-        let kernel = self.kernel("rotate_rows", &kernel_of(call, vector))?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+        unsafe {
+            self.launch(("rotate_rows", &kernel_of(call, vector)), grid, call.stream, &params)
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use kvweave_core::ops::Pairing;
 use crate::attend_plan::is_hopper;
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
+use crate::ffi::Grid;
 use crate::operands::{
     DeviceRows, DeviceTensor, blocks_of, bytes_of, factor_of, long, names_of, narrow,
 };
@@ -111,9 +111,10 @@ impl CudaBackend {
         }
         let params = params_of(call, plan, workspace)?;
         for launch in plan.launches(call)? {
-            let kernel = self.kernel(launch.source, &launch.kernel)?;
             // SAFETY: the params mirror the kernels' struct; addresses are the caller's promise.
-            unsafe { ffi::launch(&self.context, &kernel, launch.grid, call.stream, &params)? };
+            unsafe {
+                self.launch((launch.source, &launch.kernel), launch.grid, call.stream, &params)?
+            };
         }
         Ok(())
     }

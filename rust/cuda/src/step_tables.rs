@@ -4,7 +4,7 @@ use kvweave_core::ops::{MOST_TABLES, StepShape};
 
 use crate::backend::CudaBackend;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
+use crate::ffi::Grid;
 use crate::operands::{DeviceTensor, blocks_of, long, narrow};
 use crate::params::{SpanParams, StepTablesParams};
 
@@ -54,9 +54,8 @@ impl CudaBackend {
         let params = params_of(call, chunks)?;
         let blocks = [blocks_of("requests", call.shape.requests.saturating_mul(chunks))?, 1, 1];
         let grid = Grid { blocks, threads: THREADS as u32, shared_bytes: 0 };
-        let kernel = self.kernel("step_tables", "step_tables")?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+        unsafe { self.launch(("step_tables", "step_tables"), grid, call.stream, &params) }
     }
 }
 

@@ -6,7 +6,7 @@ use kvweave_core::ops::{KvScales, PageGeometry, PageScore};
 use crate::backend::CudaBackend;
 use crate::bounds::BoundNumbers;
 use crate::error::CudaError;
-use crate::ffi::{self, Grid};
+use crate::ffi::Grid;
 use crate::operands::{
     DeviceRows, DeviceTensor, blocks_of, blocks_within, bytes_of, last_page, long, name_of,
     names_of, narrow,
@@ -99,9 +99,8 @@ impl CudaBackend {
                 threads: THREADS as u32,
                 shared_bytes: 0,
             };
-            let kernel = self.kernel("write_pages", &kernel)?;
             // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-            unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params)? };
+            unsafe { self.launch(("write_pages", &kernel), grid, call.stream, &params)? };
         }
         let Some(bounds) = call.bounds.filter(|bounds| bounds.held_count > 0) else {
             return Ok(());
@@ -113,9 +112,8 @@ impl CudaBackend {
         let grid = Grid { blocks, threads: narrow("head_dim", threads)?, shared_bytes: 0 };
         let dim = call.geometry.head_dim;
         let kernel = bounds_kernel_of(call.dtype, bounds.numbers, dim)?;
-        let kernel = self.kernel("write_pages", &kernel)?;
         // SAFETY: the params mirror the kernel's struct; addresses are the caller's promise.
-        unsafe { ffi::launch(&self.context, &kernel, grid, call.stream, &params) }
+        unsafe { self.launch(("write_pages", &kernel), grid, call.stream, &params) }
     }
 }
 
