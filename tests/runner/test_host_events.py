@@ -282,6 +282,8 @@ class World:
         # As `LatePages.bring`, before anybody looks at what has failed.
         life.host.expect(arrival)
         if self.slots.failures.pop(life.row, None) is not None:
+            # Pages that have just gone home could not be had: nobody reads what comes over still.
+            life.lost = True
             self.end(life)
             return "given up"
         self.late.coming = coming[0].numpy()
