@@ -15,7 +15,7 @@ from final_tiers import same
 from kvweave import ops
 from kvweave.runner import Runner
 from kvweave.runner.decode import final_reads
-from kvweave.runner.decode.final_reads import FinalReads
+from kvweave.runner.decode.final_reads import FinalReads, FormatRead
 from packed_decoding import steps_of
 from strategy_runners import LAYERS, LONG, all_is_back, runner_of, uneven_model
 
@@ -48,6 +48,29 @@ def reads_of(runner: Runner) -> FinalReads:
     reads = runner._decoder._slots[-1].packed._final
     assert reads is not None
     return reads
+
+
+def test_preparing_lists_nobodys_pages_and_changes_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, listed, write = runner_with(model, documents([LONG])), [], FormatRead.write
+    pool = runner.packed
+    before = pool.text_memory.data.clone()
+
+    def kept(read: FormatRead, entries: torch.Tensor, counts: torch.Tensor) -> None:
+        listed.append((read.form, entries, counts))
+        write(read, entries, counts)
+
+    monkeypatch.setattr(FormatRead, "write", kept)
+    FinalReads.prepare(pool)
+    assert [form for form, _, _ in listed] == [*range(1, 1 + len(pool.final_formats))]
+    for _, entries, counts in listed:
+        assert not entries.any()
+        assert (counts == 1).all()
+        assert counts.shape == (LAYERS, pool.kv_heads)
+    assert torch.equal(pool.text_memory.data, before)
+    runner.delete("0")
+    assert all_is_back(runner)
 
 
 def test_there_is_a_launch_a_format(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,29 @@ class FinalReads:
             read.write(*tables.get(read.form, nobodys))
         return before
 
+    @staticmethod
+    @needs_memory("entries of packed texts")
+    def prepare(pool: PackedPool) -> None:
+        """Lists a text that is nobody's, once, in each format.
+
+        A GPU loads torch's kernels when they are first asked for, some tenth of a second, for which
+        those who decode would wait behind the first text.
+
+        # Errors
+        `OutOfMemory` as `of`.
+        """
+        texts, every = TextPages(pool, 2), torch.ones(pool.heads.reading.shape, dtype=torch.bool)
+        entries = torch.zeros((1, 5), dtype=torch.int32, device=pool.device)
+        whose = torch.ones(1, dtype=torch.int64, device=pool.device)
+        known = entries, whose, torch.zeros_like(whose), 1, texts
+        listed = _Listed(*known, every.to(pool.device))
+        for form in range(1, 1 + len(pool.final_formats)):
+            texts.forms[1] = form
+            found, counts = listed.tables(form)
+            layers = {form: (True,) * len(pool.layers)}
+            for read in _with_room(pool, layers, {form: len(found)}, 1, None).reads:
+                read.write(found, counts)
+
     @property
     def layers(self) -> Layers:
         """By form the layers in which any head reads it."""
