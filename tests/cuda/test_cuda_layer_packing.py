@@ -13,6 +13,7 @@ from kvweave.runner import Packing, Runner
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.layer_packing import LayerPacking
 from kvweave.runner.tiers import final_packing
+from kvweave.runner.tiers.copy_memory import CopyMemory
 from packed_decoding import nothing_is_held, packed_runner
 from page_meaning import random_packing
 from versions import needs_cuda
@@ -101,25 +102,29 @@ def test_what_a_thread_copies_late_is_what_was_written(monkeypatch: Any) -> None
     sizes = {"head_dim": 64, "num_key_value_heads": HEADS, "num_hidden_layers": 2}
     small = tiny("llama", max_position_embeddings=8192, **sizes).to("cuda", torch.bfloat16)
     packing, _ = random_packing("half-int4", 2 * HEADS, 64)
-    made, on_host = final_packing.Made, Aside.on_host
+    made, on_host = final_packing.Made, CopyMemory.on_host
     parts: list[list[torch.Tensor]] = []
 
     def heard(copy: Any, shared: torch.Tensor) -> Any:
-        parts.append([pages.clone() for pages, _ in copy.parts])
+        parts.append([part.cache.clone() for part in copy.parts])
         return made(copy, shared)
 
-    def late(aside: Aside, tensor: torch.Tensor) -> torch.Tensor:
+    def late(memory: CopyMemory, tensor: torch.Tensor, aside: Aside) -> torch.Tensor:
         time.sleep(0.05)
-        return on_host(aside, tensor)
+        return on_host(memory, tensor, aside)
+
+    def pageable(_: CopyMemory, tensor: torch.Tensor, aside: Aside) -> torch.Tensor:
+        return aside.on_host(tensor)
 
     monkeypatch.setattr(final_packing, "Made", heard)
-    for way in (on_host, late):
-        monkeypatch.setattr(Aside, "on_host", way)
+    for way in (on_host, late, pageable):
+        monkeypatch.setattr(CopyMemory, "on_host", way)
         runner = packed_runner(small, kv_dtype=packing, max_tokens=32_768, chunk_tokens=512)
         report = runner.encode(random_tokens(5500, 5).tolist(), "long").packing
         runner.flush()
         assert (report.why, report.basis) == ("", "own")
         runner.close()
-    assert len(parts[0]) == len(parts[1]) == 12
-    assert all(torch.equal(a, b) for a, b in zip(*parts, strict=True))
+    assert [len(some) for some in parts] == [12] * 3
+    for some in parts[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(parts[0], some, strict=True))
     assert all(part.device.type == "cpu" and bool(part.any()) for part in parts[0])

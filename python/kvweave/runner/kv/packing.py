@@ -86,6 +86,7 @@ class Packing:
     comes from then on is packed in it.
     `copy_bytes`: so much of the host's memory for exact copies of documents, from which they are
     packed once more in a basis of their own, behind whoever inserted them (MosaicKV, section 5.4).
+    Beside a GPU so much of it is pinned as was ever needed at once, and 1 GiB ahead of that.
     `beside`: whether each layer of a prompt is packed while the layers behind it are computed
     (section 5.2), which changes no byte; False packs what rows fill once all layers have them.
     `strategy`: by what each of them loses; None has all in the pool's format.

@@ -30,6 +30,7 @@ from kvweave.runner.kv.tables import Int32
 from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import PackingReport
 from kvweave.runner.tiers.chosen_formats import ChosenFormats
+from kvweave.runner.tiers.copy_memory import CopyMemory
 from kvweave.runner.tiers.packed_losses import Part, most_lost, packed_part, relative, sampled
 from kvweave.runner.tiers.strategies import Strategies, has_own_basis, shared_basis
 from kvweave.runner.worker import Job, Worker
@@ -52,6 +53,8 @@ class FinalPacking:
         self.worker = Worker("kvweave packing")
         self.copier = Worker("kvweave copying")
         self.aside = Aside(pool.device)
+        on_gpu = pool.device.type == "cuda"
+        self.copies = CopyMemory(pool.packing.copy_bytes if on_gpu else 0, pool.device)
         # What follows is read and written by whoever has the worker's `changed`.
         self._copied = 0
         self._check_segments()
@@ -358,7 +361,8 @@ class _Fetch(Job):
         copy.of.aside.follow()
 
     def run(self) -> None:
-        pages = self._copy.of.aside.on_host(self._pages.pop())
+        of = self._copy.of
+        pages = of.copies.on_host(self._pages.pop(), of.aside)
         part = Part(pages, self._packs, self._left_out)
         self._copy.take(part, self._basis, self._queries)
 

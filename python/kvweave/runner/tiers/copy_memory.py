@@ -1,0 +1,108 @@
+"""`CopyMemory`: where exact pages lie on the host until their text is packed finally.
+
+The system gives out memory page by page as it is first written, and a GPU's copies into memory that
+is not pinned stop there: a prompt that is copied so waits for them. What is taken here is touched
+and pinned once, ahead of who needs it, and used again by later texts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvweave.errors import OutOfMemory
+from kvweave.runner.kv.aside import Aside
+from kvweave.runner.kv.host_arena import AHEAD_BYTES, CHUNK_BYTES, HostArena
+
+_PIECE = 64 << 10
+
+
+class CopyMemory:
+    """At most so many bytes of the host for tensors that come and go.
+
+    It keeps what was needed at once. One thread at a time may ask for something. The bytes of a
+    tensor are free again when nobody has it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._pieces, self._device = nbytes // _PIECE, device
+        # From the first tensor on; none where the process may not have so many addresses.
+        self._arena: HostArena | None = None
+        # Pieces that are taken, from the first on, and those that are nobody's again.
+        self._taken: list[tuple[int, int]] = []
+        self._given: deque[tuple[int, int]] = deque()
+
+    def room_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Memory for a tensor of this shape and dtype; None where there is none in one piece."""
+        count = -(-tensor.nbytes // _PIECE)
+        begin = self._first_fit(count)
+        if begin is None:
+            return None
+        try:
+            arena = self._reserved(begin, count)
+        except OutOfMemory:
+            return None
+        place = begin, begin + count
+        self._taken = sorted([*self._taken, place])
+        room = arena.pages[begin : begin + count].view(-1)[: tensor.nbytes]
+        made = room.view(tensor.dtype).view(tensor.shape)
+        weakref.finalize(made, self._given.append, place)
+        return made
+
+    def _first_fit(self, count: int) -> int | None:
+        """The first piece of so many that are free, one behind the other."""
+        if not count:
+            return None
+        while self._given:
+            self._taken.remove(self._given.popleft())
+        end = 0
+        for begin, behind in self._taken:
+            if begin - end >= count:
+                return end
+            end = behind
+        return end if self._pieces - end >= count else None
+
+    def _reserved(self, begin: int, count: int) -> HostArena:
+        """All of it, so many pieces from one on being memory.
+
+        # Errors
+        `OutOfMemory`: what there was stays.
+        """
+        if self._arena is None:
+            ahead = min(self._pieces * _PIECE, AHEAD_BYTES)
+            self._arena = HostArena((self._pieces, _PIECE), torch.uint8, self._device, ahead)
+        self._arena.reserve(np.asarray([begin], np.int32), count)
+        return self._arena
+
+    def on_host(self, tensor: torch.Tensor, aside: Aside) -> torch.Tensor:
+        """A contiguous tensor on the host, copied aside, when it is there.
+
+        For a thread that waits for it while others go on.
+        """
+        room = None if aside.stream is None else self.room_for(tensor)
+        if aside.stream is None or room is None:
+            return aside.on_host(tensor)
+        event: Any = torch.cuda.Event
+        with torch.cuda.stream(aside.stream):
+            for target, source in self._parts(room, tensor):
+                target.copy_(source, non_blocking=True)
+            made = aside.stream.record_event(event(blocking=True))
+        made.synchronize()
+        return room
+
+    def _parts(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The bytes of tensors of which the first lies here, part by part as it was pinned."""
+        assert self._arena is not None
+        flat = [tensor.view(torch.uint8).view(-1) for tensor in tensors]
+        first = flat[0].data_ptr() - self._arena.pages.data_ptr()
+        begin, count = 0, len(flat[0])
+        while begin < count:
+            behind = (first + begin) // CHUNK_BYTES * CHUNK_BYTES + CHUNK_BYTES - first
+            end = min(count, behind)
+            yield tuple(each[begin:end] for each in flat)
+            begin = end
