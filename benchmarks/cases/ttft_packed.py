@@ -24,7 +24,7 @@ import torch
 from benchmarks.cases.ttft_heads import LOOKED_AT, Bench, beside
 from benchmarks.device.profile import profile
 from kvweave.lab.bench.rows import Row
-from kvweave.lab.bench.timing import summarise
+from kvweave.lab.bench.timing import Timing, summarise
 from kvweave.policies import Full, Naive, Policy
 
 LONG = ("Llama-3.1-8B", 32768, 5)
@@ -74,19 +74,26 @@ def parts(quick: bool) -> list[Row]:
     # Some 3 % of the tokens are rows of its own text.
     ways = {**KEPT, "INT4, two chunks": {"kv_dtype": "int4", "chunk_tokens": tokens // 60}}
     for kept, how in ways.items():
-        asked = {"max_tokens": ROOM * tokens, **how}
-        with closing(bench.opened(prompt, **asked)) as runner:
-            reports = [bench.prefilled(runner, prompt, Naive()) for _ in range(1 + rounds)]
-            spent = summarise([report.ttft_s for report in reports[1:]])
-            of: dict[str, Any] = {"look-up ms": reports[-1].timings.lookup_s * 1e3}
-            if on_gpu:
-                of |= _classes(lambda: bench.prefilled(runner, prompt, Naive()), spent.median_s)
+        spent, of = _part(bench, prompt, rounds, {"max_tokens": ROOM * tokens, **how})
         title = f"{name}, {tokens} tokens: naive, {kept}"
         rows.append(Row(title, spent.median_s * 1e3, "ms", spent.p95_s * 1e3, of))
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
     return rows
+
+
+def _part(
+    bench: Bench, prompt: list[Any], rounds: int, asked: dict[str, Any]
+) -> tuple[Timing, dict[str, Any]]:
+    """First tokens of a runner, which is gone then: no two arenas have room beside each other."""
+    with closing(bench.opened(prompt, **asked)) as runner:
+        reports = [bench.prefilled(runner, prompt, Naive()) for _ in range(1 + rounds)]
+        spent = summarise([report.ttft_s for report in reports[1:]])
+        of: dict[str, Any] = {"look-up ms": reports[-1].timings.lookup_s * 1e3}
+        if torch.cuda.is_available():
+            of |= _classes(lambda: bench.prefilled(runner, prompt, Naive()), spent.median_s)
+    return spent, of
 
 
 def _classes(call: Callable[[], object], seconds: float) -> dict[str, Any]:
