@@ -181,3 +181,50 @@ def test_frequencies_that_change_with_the_length_are_not_captured() -> None:
 def test_a_head_dim_that_is_not_scored_is_refused() -> None:
     with pytest.raises(kvweave.Unsupported, match="head dim that is a multiple of 8 up to 256"):
         ranked_runner(tiny("llama", head_dim=12).cuda(), [top_k(4)])
+
+
+# ---- scores that tell nothing ---------------------------------------------------------------
+
+
+def test_pages_that_score_the_same_are_chosen_from_the_first_on() -> None:
+    """Keys are zeros, and so are all scores: the order of pages alone tells them apart."""
+    blind = [tiny("llama") for _ in range(2)]
+    for model in blind:
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.data.zero_()
+    kinds, tokens = [top_k(5), FULL], random_tokens(90, 3)
+    host, device = ranked_runner(blind[0], kinds), ranked_runner(blind[1].cuda(), kinds)
+    wanted, logits = logits_of_steps(host, tokens, STEPS)
+    with checked_choices(device) as counted:
+        said, others = logits_of_steps(device, tokens, STEPS)
+    assert min(counted) > 0
+    assert said == wanted
+    for one, other in zip(others, logits, strict=True):
+        torch.testing.assert_close(one.cpu(), other, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_key_that_is_nan_is_chosen_and_spoils_nobody_elses_answer(dtype) -> None:
+    model = tiny("llama", head_dim=64).to("cuda", dtype)
+    model.get_input_embeddings().weight.data[7] = torch.nan
+    runner = ranked_runner(model, [top_k(5)], page_tokens=16, max_tokens=4096)
+    prompts = [random_tokens(400, 3), random_tokens(380, 4)]
+    for tokens in prompts:
+        tokens[tokens == 7] = 8
+    alone = logits_of_steps(runner, prompts[1], STEPS)[0]
+    prompts[0][133] = 7
+    with torch.inference_mode():
+        done = [runner.prefill(p, "full", remember=False, reserve_tokens=STEPS) for p in prompts]
+        batch = [decoding(runner, one, STEPS + 1) for one in done]
+        for _ in range(STEPS):
+            runner._decoder.step(batch)
+    assert batch[1].tokens == alone
+    slots = next(s for s in runner._decoder._slots if batch[0] in s.members)
+    (group,) = slots.chosen.groups
+    blocks = batch[0].request.entries(0)[:, 0].tolist()
+    chosen = group.room.chosen[slots.members[batch[0]]][..., 0].tolist()
+    heads = runner.spec.kv_heads
+    assert all(blocks[133 // 16] in some for some in chosen[:heads])
+    # What reads it is NaN, and so are the queries of later layers: no page is better than another.
+    assert all(some == [*blocks[:3], *blocks[-2:]] for some in chosen[heads:])
+    assert all(captured(runner).values())

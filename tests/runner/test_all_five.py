@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,32 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from all_five import example, recomputed_rows
 from byte_tokenizer import Bytes
 from chosen_documents import ReadingChosen, left_out
 from decode_batches import decoding
 from families import tiny
-from kvweave.policies import Foresight
 from kvweave.runner import Runner, Segment
 from packed_choosing import expect_packed_choice
 from packed_decoding import PackedDecoding, apart
 from page_meaning import PAGE, Meaning, of_format
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "all_five.py"
 SENTENCES = 9
 ROOM = {"max_tokens": 65536}
 STEPS = 24
 
 
-@pytest.fixture
-def example() -> Iterator[Any]:
-    spec = importlib.util.spec_from_file_location("all_five", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["all_five"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["all_five"]
+@pytest.fixture(name="example", scope="module")
+def example_module() -> Any:
+    return example()
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +95,6 @@ def test_it_says_what_the_definition_says(
     effects = {each.without: apart(each.logits, wanted.logits) for each in others}
     assert min(effects.values()) > 1e-4, effects
     assert apart(logits, wanted.logits) < 0.02 * min(effects.values())
-
-
-def recomputed_rows(monkeypatch: Any) -> list[Any]:
-    """Where the rows of each prompt's last pass are kept that `foresight` has chosen."""
-    rows: list[Any] = []
-    choose = Foresight.choose
-
-    def kept(self: Foresight, *given: Any) -> Any:
-        rows.append(choose(self, *given))
-        return rows[-1]
-
-    monkeypatch.setattr(Foresight, "choose", kept)
-    return rows
 
 
 def parts_of(prompt: list[Any]) -> list[Segment]:
