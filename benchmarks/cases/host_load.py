@@ -48,6 +48,8 @@ CASE, JOINED, JOINED_AT_ONCE = "host_load", "host_load_whole", "host_load_at_onc
 a rate and where all came at once."""
 JOINED_AT_RATIO = "host_load_ratio"
 """Such a run with 2.8 times as much of the host's memory as of the device's, as the paper has."""
+JOINED_ARRIVALS = "host_load_arrivals"
+"""Such a run of contenders that do otherwise while pages are on their way."""
 VLLM_CASE = "vllm_load"
 """What a run of vLLM under this load is called: `benchmarks.vllm.serve.case_of`."""
 PAGES, WHOLE_EVERY = 64, 4
@@ -249,7 +251,7 @@ def join(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
-    parser.add_argument("--case", choices=[JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO])
+    parser.add_argument("--case", choices=[JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO, JOINED_ARRIVALS])
     chosen = parser.parse_args(words)
     runs = [json.loads(path.read_text()) for path in chosen.join]
     known = {name: version for run in runs for name, version in versions_of(run).items()}

@@ -11,6 +11,10 @@ HOST_MODEL = '{"layers": 0, "arena_bytes": 68719476736'
 HOST_TASK = f'{HOST_MODEL}, "rate": 0.75, "ways": ["Poisson"]'
 HOST_RATIO = '{"layers": 0, "rate": 0.65, "host_bytes": 96636764160'
 HOST_AT_ONCE = f'{HOST_MODEL}, "ways": ["at once"]'
+HOST_ARRIVALS = (
+    '{"layers": 0, "arena_bytes": 28454158336, "host_bytes": 96636764160, "requests": 72, '
+    '"ways": ["at once"], "whole": false'
+)
 COMMANDS: dict[str, tuple[str, ...]] = {
     "quality": ("python -m benchmarks.quality.held_out out/quality --device cuda",),
     "heads_quality": ("python -m benchmarks.quality.heads out/heads --map MAP",),
@@ -44,6 +48,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         '\'{"memory": 34359738368, "requests": 200, "answer": [50, 1500], "chunk": 4096, '
         '"ways": ["at once"]}\'',
         "python -m benchmarks.cases.host_load --join FILE FILE FILE --case host_load_ratio "
+        "--json FILE",
+    ),
+    "host_load_arrivals": (
+        *(
+            f"{HOST_LOAD} --task '{HOST_ARRIVALS}, \"copies\": [\"{way}\"]}}'"
+            for way in ("late", "sits out")
+        ),
+        "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_arrivals "
         "--json FILE",
     ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
