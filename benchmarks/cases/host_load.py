@@ -251,7 +251,8 @@ def join(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
-    parser.add_argument("--case", choices=[JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO, JOINED_ARRIVALS])
+    cases = [JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO, JOINED_ARRIVALS]
+    parser.add_argument("--case", choices=cases)
     chosen = parser.parse_args(words)
     runs = [json.loads(path.read_text()) for path in chosen.join]
     known = {name: version for run in runs for name, version in versions_of(run).items()}
