@@ -52,7 +52,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "host_load_arrivals": (
         *(
-            f"{HOST_LOAD} --task '{HOST_ARRIVALS}, \"copies\": [\"{way}\"]}}'"
+            f'{HOST_LOAD} --task \'{HOST_ARRIVALS}, "copies": ["{way}"]}}\''
             for way in ("late", "sits out")
         ),
         "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_arrivals "
