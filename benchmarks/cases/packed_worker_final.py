@@ -38,20 +38,30 @@ BEHIND = 2
 
 # A document of that shape has a basis of its own from 7 550 tokens on.
 ON_GPU = Load("Llama-3.1-8B", 4, 16, 8192, 12_288, 200)
+WHOLE = Load("Llama-3.1-8B", 32, 8, 8192, 12_288, 100)
 QUICK = Load("tiny Llama", 2, 2, 2816, 2560, 4)
 
 
 def run(quick: bool) -> list[Row]:
+    model, load = _model_of(ON_GPU, quick)
+    return stepped([*_document(model, load), *_segments(model, load)])
+
+
+def whole(quick: bool) -> list[Row]:
+    """Steps of all layers, of which what the host adds is a smaller share; a document alone."""
+    return stepped(_document(*_model_of(WHOLE, quick)))
+
+
+def _model_of(load: Load, quick: bool) -> tuple[Any, Load]:
     on_gpu = torch.cuda.is_available()
-    load = ON_GPU if on_gpu and not quick else QUICK
+    load = load if on_gpu and not quick else QUICK
     model = random_model(load.model, "cuda" if on_gpu else "cpu", layers=load.layers)
-    return stepped(uneven_heads(model), load)
+    return uneven_heads(model), load
 
 
-def stepped(model: Any, load: Load) -> list[Row]:
-    """What steps of a load take in quiet, beside the thread, and as texts are switched."""
-    quiet, *of_document = _document(model, load)
-    rows = [quiet, *of_document, *_segments(model, load)]
+def stepped(rows: list[Row]) -> list[Row]:
+    """What steps take, the first of them in quiet, each beside that."""
+    quiet = rows[0]
     for row in rows:
         row.of["÷ quiet"] = row.value / quiet.value
     return rows

@@ -73,6 +73,7 @@ TITLES = {
     "packed_prefill_final": "The same of text that is packed finally, segment by segment, 2 of 8B",
     "packed_worker": "Decode steps while the host packs a document finally, 8 layers of 8B",
     "packed_worker_final": "The same by strategies and in segments, 4 of 8B",
+    "packed_worker_whole": "The same of a document by a strategy, all layers of 8B",
     "packed_capacity": "The longest request and the largest batch one GPU holds, 8B shape",
     "packed_rows": "Rows of a prompt over packed pages as they lie and over a copy, one layer",
     "packed_step": "Whole decode steps over INT4 pages and over exact ones, 8 layers of 8B",

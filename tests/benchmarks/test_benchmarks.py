@@ -92,6 +92,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "packed_step",
         "packed_worker",
         "packed_worker_final",
+        "packed_worker_whole",
         "scheduler",
         "speculation_text",
         "store",

@@ -112,6 +112,16 @@ def test_steps_are_timed_while_texts_come_to_lie_in_several_formats() -> None:
 
 
 @pytest.mark.long
+def test_steps_of_all_layers_are_timed_beside_a_document() -> None:
+    rows = packed_worker_final.whole(quick=True)
+    whats = [row.name.split(", ", 3)[3] for row in rows]
+    assert whats[0] == "in quiet"
+    assert whats[-1] == "a document, by a strategy: switched"
+    assert rows[-1].of["formats"] == 2
+    assert all(row.of["÷ quiet"] == row.value / rows[0].value for row in rows)
+
+
+@pytest.mark.long
 def test_more_fits_where_pages_are_packed() -> None:
     rows = {row.name.split(", ")[1]: row for row in packed_capacity.run(quick=True)}
     exact, packed = rows["one request: exact"], rows["one request: int4"]
