@@ -13,6 +13,7 @@ import transformers
 from vllm.config import CacheConfig
 
 from families import tiny
+from kvweave.adapters.vllm.heads import sink_manager
 from kvweave.adapters.vllm.heads.worker import SplitAttention
 from kvweave.adapters.vllm.models import DIGEST
 from kvweave.adapters.vllm.options import Options
@@ -195,8 +196,13 @@ def test_cached_prefixes_keep_their_sink(
 @pytest.mark.skipif(
     not kept_at_intervals(), reason="this version keeps every window it has room for"
 )
-def test_a_prefix_is_found_the_first_time_that_it_is_shared(checkpoint, tmp_path) -> None:
-    """Where windows are kept at intervals; else vLLM keeps them where the second prompt parted."""
+def test_a_prefix_is_found_the_first_time_that_it_is_shared(
+    checkpoint, tmp_path, monkeypatch
+) -> None:
+    """As far as windows are kept at intervals, be they asked for or the plugin's own.
+
+    The third prompt finds what vLLM keeps where the second parted from the first.
+    """
     path = written(tmp_path, sink=20, recent=40)
     model = checkpoint_of(checkpoint, "llama")
     prefix = prompt(240, 7)["prompt_token_ids"]
@@ -205,7 +211,13 @@ def test_a_prefix_is_found_the_first_time_that_it_is_shared(checkpoint, tmp_path
     ]
     with engine(model, ours(path), enable_prefix_caching=False) as llm:
         wanted = [answers(llm, [given], 8)[0] for given in prompts]
-    for interval, found in ((0, [0, 0, 240]), (48, [0, 240, 240])):
+    for interval, apart, found in (
+        (0, 1024, [0, 0, 240]),
+        (0, 96, [0, 192, 240]),
+        (48, 1024, [0, 240, 240]),
+    ):
+        # Four windows of 40 tokens and more: blocks of both classes begin together every 48.
+        monkeypatch.setattr(sink_manager, "WINDOWS_APART", apart)
         asked = {"prefix_cache_retention_interval": interval}
         with engine(model, ours(path), enable_prefix_caching=True, **asked) as llm:
             got = [answers(llm, [given], 8)[0] for given in prompts]

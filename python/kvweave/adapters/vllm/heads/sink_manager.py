@@ -12,6 +12,11 @@ from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from kvweave.adapters.vllm import pool_managers
 from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
 
+WINDOWS_APART = 1024
+"""So many tokens at least are between two windows of a prompt that later prompts may find."""
+_APART_BY = 4
+"""And so many times a window, so that they are a quarter of what local heads compute at most."""
+
 
 class SinkWindowManager(SlidingWindowManager):
     """Blocks between the sink and the window are given back; those of the sink stay.
@@ -24,6 +29,25 @@ class SinkWindowManager(SlidingWindowManager):
         self.sink_blocks = kv_cache_spec.sink_blocks
         self.given_back = 0
         pool_managers.enter(self)
+
+    def cache_blocks(
+        self, request: Any, num_tokens: int, retention_interval: int | None = None, **named: Any
+    ) -> None:
+        """Lets later prompts find windows of this one at intervals where vLLM asks for none.
+
+        By default (0) it keeps those at the ends of prompts alone, so that the second prompt of a
+        prefix computes it again. Blocks that are found so are free: whoever needs them has them.
+        """
+        if retention_interval == 0:
+            retention_interval = self._windows_apart
+        super().cache_blocks(request, num_tokens, retention_interval, **named)
+
+    @property
+    def _windows_apart(self) -> int:
+        """Tokens between two such windows: whole blocks of all heads."""
+        least = max(WINDOWS_APART, _APART_BY * int(self.sliding_window))
+        whole = int(self.cache_hit_alignment_tokens)
+        return -(-least // whole) * whole
 
     def held_blocks(self) -> int:
         """Blocks that requests hold now; one that several share counts once."""
