@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,6 +49,34 @@ def test_tensors_have_memory_of_their_own_until_nobody_has_them(asked) -> None:
         assert all((one == what).all() for one, what in held)
     held.clear()
     assert memory.room_for(pages_of(PIECES * PIECE)) is not None
+
+
+def test_a_view_keeps_the_bytes_of_its_tensor() -> None:
+    memory = CopyMemory(2 * PIECE, CPU)
+    whole = memory.room_for(pages_of(PIECE))
+    assert whole is not None
+    whole.fill_(1)
+    view = whole[3:5, 1]
+    del whole
+    other = memory.room_for(pages_of(PIECE))
+    assert other is not None
+    other.fill_(2)
+    assert (view == 1).all()
+    assert memory.room_for(pages_of(PIECE)) is None
+    del view
+    assert memory.room_for(pages_of(PIECE)) is not None
+
+
+def test_what_is_held_outlives_a_memory_that_is_closed() -> None:
+    memory = CopyMemory(2 * PIECE, CPU)
+    held = memory.room_for(pages_of(PIECE))
+    assert held is not None
+    held.fill_(3)
+    arena = weakref.ref(memory._arena)
+    memory.close()
+    assert arena() is None
+    assert memory.room_for(pages_of(PIECE)) is None
+    assert (held == 3).all()
 
 
 def test_more_than_there_is_has_no_room() -> None:

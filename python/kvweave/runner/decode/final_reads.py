@@ -24,6 +24,8 @@ from kvweave.runner.kv.tables import Int32
 
 _AT_ONCE = 1 << 21
 """So many heads of entries are looked at at once."""
+_MUCH = 8192
+"""So many heads of entries are sorted as those of long texts: torch has other kernels for few."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,25 +96,26 @@ class FinalReads:
     @staticmethod
     @needs_memory("entries of packed texts")
     def prepare(pool: PackedPool) -> None:
-        """Lists a text that is nobody's, once, in each format.
+        """Lists a text that is nobody's, once in each format: one that is short, then a long one.
 
         A GPU loads torch's kernels when they are first asked for, some tenth of a second, for which
-        those who decode would wait behind the first text.
+        those who decode would wait behind the first text. It sorts much by others than little.
 
         # Errors
         `OutOfMemory` as `of`.
         """
         texts, every = TextPages(pool, 2), torch.ones(pool.heads.reading.shape, dtype=torch.bool)
-        entries = torch.zeros((1, 5), dtype=torch.int32, device=pool.device)
-        whose = torch.ones(1, dtype=torch.int64, device=pool.device)
-        known = entries, whose, torch.zeros_like(whose), 1, texts
-        listed = _Listed(*known, every.to(pool.device))
-        for form in range(1, 1 + len(pool.final_formats)):
-            texts.forms[1] = form
-            found, counts = listed.tables(form)
-            layers = {form: (True,) * len(pool.layers)}
-            for read in _with_room(pool, layers, {form: len(found)}, 1, None).reads:
-                read.write(found, counts)
+        for count in (1, -(-_MUCH // every.numel())):
+            entries = torch.zeros((count, 5), dtype=torch.int32, device=pool.device)
+            whose = torch.ones(count, dtype=torch.int64, device=pool.device)
+            known = entries, whose, torch.zeros_like(whose), 1, texts
+            listed = _Listed(*known, every.to(pool.device))
+            for form in range(1, 1 + len(pool.final_formats)):
+                texts.forms[1] = form
+                found, counts = listed.tables(form)
+                layers = {form: (True,) * len(pool.layers)}
+                for read in _with_room(pool, layers, {form: len(found)}, 1, None).reads:
+                    read.write(found, counts)
 
     @property
     def layers(self) -> Layers:

@@ -26,7 +26,7 @@ class CopyMemory:
     """At most so many bytes of the host for tensors that come and go.
 
     It keeps what was needed at once. One thread at a time may ask for something. The bytes of a
-    tensor are free again when nobody has it.
+    tensor are free again when nobody has it, nor a view of it.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -49,10 +49,14 @@ class CopyMemory:
             return None
         place = begin, begin + count
         self._taken = sorted([*self._taken, place])
-        room = arena.pages[begin : begin + count].view(-1)[: tensor.nbytes]
-        made = room.view(tensor.dtype).view(tensor.shape)
-        weakref.finalize(made, self._given.append, place)
-        return made
+        # Whatever is made of it holds these bytes, and is what is waited for.
+        room = arena.pages.numpy()[begin : begin + count].reshape(-1)[: tensor.nbytes]
+        weakref.finalize(room, self._given.append, place)
+        return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape)
+
+    def close(self) -> None:
+        """Gives the system back what nobody has; nothing has room here any more."""
+        self._pieces, self._arena = 0, None
 
     def _first_fit(self, count: int) -> int | None:
         """The first piece of so many that are free, one behind the other."""

@@ -54,7 +54,8 @@ class FinalPacking:
         self.copier = Worker("kvweave copying")
         self.aside = Aside(pool.device)
         on_gpu = pool.device.type == "cuda"
-        self.copies = CopyMemory(pool.packing.copy_bytes if on_gpu else 0, pool.device)
+        # A part has a page more than it is reckoned with, and whole pieces of memory.
+        self.copies = CopyMemory(pool.packing.copy_bytes // 8 * 9 if on_gpu else 0, pool.device)
         # What follows is read and written by whoever has the worker's `changed`.
         self._copied = 0
         self._check_segments()
@@ -138,6 +139,7 @@ class FinalPacking:
         """Ends the threads after the jobs at hand; what was not packed finally stays as it is."""
         self.copier.close(finish=False, most_s=most_s)
         self.worker.close(finish=False, most_s=most_s)
+        self.copies.close()
 
 
 class TextCopy:
@@ -178,7 +180,19 @@ class TextCopy:
         """Has a copy measured that lies on the host; in the thread that made it."""
         if self.size:
             self.parts.append(part)
-            self.of.worker.submit(_Measure(self, part, basis, queries))
+            # The copy alone has its parts: whoever ends it gives their memory back, whatever waits.
+            self.of.worker.submit(_Measure(self, len(self.parts) - 1, basis, queries))
+
+    def part(self, number: int) -> Part | None:
+        """One of the parts that lie on the host; None where the copy has ended."""
+        parts = self.parts
+        return parts[number] if self.size and number < len(parts) else None
+
+    def fail(self, error: BaseException | None) -> None:
+        """Takes note of the first thing that has gone wrong with it, if anything has."""
+        if error is not None and self.failed is None:
+            # Its frames would keep what they were at.
+            self.failed = error.with_traceback(None)
 
     def add_queries(self, q: torch.Tensor, first: int, kv_heads: int) -> None:
         """Takes note of queries of the text's own rows."""
@@ -361,14 +375,14 @@ class _Fetch(Job):
         copy.of.aside.follow()
 
     def run(self) -> None:
-        of = self._copy.of
-        pages = of.copies.on_host(self._pages.pop(), of.aside)
-        part = Part(pages, self._packs, self._left_out)
-        self._copy.take(part, self._basis, self._queries)
+        of, pages = self._copy.of, self._pages.pop()
+        if self._copy.size:
+            part = Part(of.copies.on_host(pages, of.aside), self._packs, self._left_out)
+            self._copy.take(part, self._basis, self._queries)
 
     def end(self, error: BaseException | None) -> None:
         self._pages.clear()
-        self._copy.failed = self._copy.failed or error
+        self._copy.fail(error)
 
 
 class _Behind(Job):
@@ -391,26 +405,29 @@ class _Measure(Job):
     def __init__(
         self,
         copy: TextCopy,
-        part: Part,
+        number: int,
         basis: torch.Tensor | None,
         queries: Queries,
     ) -> None:
-        self._copy, self._part, self._basis, self._queries = copy, part, basis, queries
+        self._copy, self._number, self._basis, self._queries = copy, number, basis, queries
 
     def run(self) -> None:
-        copy, part, pool = self._copy, self._part, self._copy.of.pool
+        copy, pool = self._copy, self._copy.of.pool
+        part = copy.part(self._number)
+        if part is None:
+            return
         known = part.cache, part.packs, pool.block_pages, part.left_out
         add_without_first(copy.moments, *known)
         for q, first, kv_heads in self._queries:
             copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
-        lost = packed_part(pool.pages.format, pool.block_pages, self._basis, self._part)[1]
+        lost = packed_part(pool.pages.format, pool.block_pages, self._basis, part)[1]
         # Not in place: a segment begins within inference mode, which this thread is not in.
         copy.lost = copy.lost + lost[0]
         copy.whole = copy.whole + lost[1]
         copy.report.lost_first = relative(copy.lost, copy.whole)
 
     def end(self, error: BaseException | None) -> None:
-        self._copy.failed = self._copy.failed or error
+        self._copy.fail(error)
 
 
 class _Repack(Job):
