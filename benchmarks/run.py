@@ -24,6 +24,7 @@ from benchmarks.cases import (
     host_load,
     isolation,
     packed_capacity,
+    packed_copies,
     packed_decode,
     packed_kinds,
     packed_prefill,
@@ -76,6 +77,7 @@ CASES: dict[str, Case] = {
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
+    "packed_copies": packed_copies.run,
     "packed_decode": packed_decode.run,
     "packed_prefill": packed_prefill.run,
     "packed_prefill_final": packed_prefill_final.run,
@@ -93,6 +95,7 @@ CASES: dict[str, Case] = {
     "speculation_text": speculation_text.run,
 }
 ON_A_GPU = {
+    "packed_copies",
     "packed_decode",
     "page_choice",
     "page_moves",

@@ -71,6 +71,7 @@ TITLES = {
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_prefill": "A prompt of 64K tokens packed beside what is computed and behind, 8 of 8B",
     "packed_prefill_final": "The same of text that is packed finally, segment by segment, 2 of 8B",
+    "packed_copies": "Copies of exact pages on the host, from where text is packed finally",
     "packed_worker": "Decode steps while the host packs a document finally, 8 layers of 8B",
     "packed_worker_final": "The same by strategies and in segments, 4 of 8B",
     "packed_worker_whole": "The same of a document by a strategy, all layers of 8B",
