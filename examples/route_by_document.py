@@ -10,7 +10,7 @@ its events at the second address and, if there is a third, those of before at th
 documents a request has any engine says. Counted are the documents' tokens that an engine holds,
 and of engines with as many the one with the fewest requests in flight is asked.
 `GET /router` says what is known of each. Wants aiohttp, pyzmq and msgspec, as vLLM does:
-`pip install 'kvweave[router]'`.
+`pip install '.[router]'`.
 """
 
 from __future__ import annotations
