@@ -52,6 +52,7 @@ WEIGHTS = {
     "begin": 6,
     "mirror": 6,
     "spill": 16,
+    "spill at once": 5,
     "rank": 30,
     "rank late": 20,
     "arrive": 12,
@@ -245,6 +246,14 @@ class World:
 
     def spill(self, life: Life) -> str:
         life.host.spill(life.full)
+        return self.how(life)
+
+    def spill_at_once(self, life: Life) -> str:
+        """As who finds no room on the device: whatever is on its way, and the row begins anew."""
+        before = life.host.count
+        if life.host.spill_full():
+            self.slots.forget(life.row)
+        assert life.host.count >= before
         return self.how(life)
 
     def rank(self, life: Life) -> str:

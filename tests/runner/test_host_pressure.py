@@ -158,6 +158,49 @@ def test_room_that_only_the_cached_have_is_free(llama: Any) -> None:
     assert not pool.is_pressed
 
 
+@pytest.mark.parametrize("arrivals", ["exact", "whole", "late"])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_who_finds_no_room_before_its_next_ranking_is_spilled(
+    llama: Any, share: float, arrivals: str
+) -> None:
+    """Alone on a device that is too small for all that it says, and ranked too seldom to notice."""
+    kinds, ask = [top_k(5, 200), FULL, FULL], {"stop": (), "remember": False}
+    tokens, how = random_tokens(60, 1), {"host_arrivals": arrivals, "host_free_share": share}
+    runner = host_runner(llama, kinds, max_tokens=220, **how)
+    engine = runner.engine(token_budget=40, chunk_tokens=24, max_running=2)
+    request = engine.submit(tokens, "full", max_new_tokens=190, **ask)
+    engine.run()
+    assert len(request.result().tokens) == 190
+    assert engine.metrics()["preempted"] == 0
+    assert spills(runner) > 0
+    assert nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("dtype", [None, "fp8"])
+@pytest.mark.parametrize("copies", ["spill", "mirror"])
+def test_who_is_spilled_before_its_ranking_is_ranked_anew(
+    llama: Any, copies: str, dtype: Any
+) -> None:
+    """So it says what a request does that lies on the device and sits a step out."""
+    tokens, how = random_tokens(TOKENS, 1), {"host_copies": copies, "host_dtype": dtype}
+    near = Steps(host_runner(llama, KINDS, None), tokens)
+    runner = host_runner(llama, KINDS, host_arrivals="exact", host_free_share=0.0, **how)
+    far, apart = Steps(runner, tokens), False
+    for steps in (EVERY + 1, 2 * EVERY + 2, 29):
+        apart |= near.go(steps) != far.go(steps)
+        # Later on there may be nothing that has filled since its last ranking.
+        if runner._decoder.spill(far.sequence):
+            near.runner._decoder.forget(near.done.request)
+        assert not runner._decoder.spill(far.sequence)
+        assert spills(runner) == 1
+    apart |= near.go(20) != far.go(20)
+    # Pages that were rounded are others.
+    assert not apart or dtype == "fp8"
+    near.end()
+    far.end()
+    assert nothing_is_held(runner)
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.1, float("nan"), float("inf"), True, "half", [0.5]])
 def test_shares_that_are_none_are_refused(llama: Any, share: Any) -> None:
     with pytest.raises(InvalidArgument, match="^host_free_share: expected "):

@@ -237,6 +237,16 @@ class Decoder:
         self.queries = query_room(self.spec, len(slots.batch)) if watched else None
         return forward(self.spec, self.pages, tables, slots.rope, self.workspace, self.queries)
 
+    def spill(self, sequence: Decoding) -> bool:
+        """Has a request's pages that may lie in the host's memory lie there; whether any has left.
+
+        For whoever finds no room on the device before its next ranking, which then is anew.
+        """
+        left = [host.spill_full() for host in sequence.host.values()]
+        if any(left):
+            self.forget(sequence.request)
+        return any(left)
+
     def forget(self, request: KvRequest | None = None) -> None:
         """Lets go of a request, or of all that took part in steps."""
         for slots in self._slots:

@@ -445,6 +445,10 @@ class Engine(Submissions):
 
     def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
         """A step found no room for one of these: it is planned again, and room is made."""
+        if sum(self._decoder.spill(live.answering.sequence) for live in lives):
+            for live in lives:
+                self._scheduler.not_done(live.handle.number)
+            return
         if len(lives) == 1 and not self._room.anybody_besides(lives, self._all_live()):
             self._fail(lives[0], error)
             return

@@ -102,6 +102,22 @@ class HostPages:
         elif not self.count:
             self._leave_home()
 
+    def spill_full(self) -> bool:
+        """Has all full pages lie here, whatever is on its way; whether any has left the device.
+
+        For whoever finds no room there: the current stream waits for what is being copied.
+        """
+        self.settle()
+        before, page = self.count, int(self.pool.arena.shape[2])
+        if self._coming is not None:
+            self._coming.wait()
+            self._coming = None
+        begins = self.request.entries(self.pool.budget.group)[:, 3]
+        newest = (self.request.length - 1) // page * page
+        # An entry ends where the next begins.
+        self.spill(int(np.searchsorted(begins[1:], newest, side="right")))
+        return self.count > before
+
     def _leaves(self, entries: int) -> bool:
         """Whether anything is to be spilled up to so many entries."""
         return entries > self.count if self.count else self._frees(entries)
