@@ -123,6 +123,9 @@ def test_what_a_thread_copies_late_is_what_was_written(monkeypatch: Any) -> None
         report = runner.encode(random_tokens(5500, 5).tolist(), "long").packing
         runner.flush()
         assert (report.why, report.basis) == ("", "own")
+        memory = runner._prefiller.final_packing.copies
+        # All of it is free again.
+        assert memory._first_fit(memory._pieces) == 0
         runner.close()
     assert [len(some) for some in parts] == [12] * 3
     for some in parts[1:]:
