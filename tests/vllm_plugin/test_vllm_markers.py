@@ -22,6 +22,7 @@ from kvweave.adapters.vllm.segments.markers import (
 )
 from kvweave.errors import InvalidArgument
 from kvweave.policies import (
+    DEFAULT_POLICY,
     POLICIES,
     Foresight,
     InfoFlow,
@@ -136,6 +137,26 @@ def test_settings_of_the_policy() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_has_something_to_act_on(name: str) -> None:
+    for alone in ({"policy": name}, {"policy": {"name": name}, "segments": [], "namespace": "a"}):
+        with pytest.raises(InvalidArgument, match=rf"segments or discover .*got {name} alone"):
+            parse(alone).check_acts()
+    for more in ({"segments": [[3, 9]]}, {"discover": True}):
+        parse({"policy": name, **more}).check_acts()
+    # Whose prompt it is may be said of any.
+    for plain in ({}, {"namespace": "acme"}, {"segments": []}, {"discover": False}):
+        parse(plain).check_acts()
+    assert parse({"policy": DEFAULT_POLICY}) == parse({})
+
+
+def test_which_policies_name_layers() -> None:
+    for policy in ({"name": "sparsex", "boundary": 0}, {"name": "infoflow", "layers": [3]}):
+        assert parse({"policy": policy}).names_layers
+    for policy in ("sparsex", {"name": "sparsex", "boundary": None}, {"name": "epic", "first": 3}):
+        assert not parse({"policy": policy}).names_layers
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_may_be_asked_for(name: str) -> None:
     for policy in (name, {"name": name}):
         assert parse({"policy": policy}).recovery() == policy_of(name)
@@ -196,6 +217,7 @@ def request_of(**changes: Any) -> Any:
     return SimpleNamespace(**{**known, **plain, **changes})
 
 
+IDLE = SimpleNamespace(extra_args={"kvweave": {"policy": "naive"}}, prompt_logprobs=None)
 LOGPROBS = SimpleNamespace(extra_args={"kvweave": {"discover": True}}, prompt_logprobs=1)
 MALFORMED = SimpleNamespace(extra_args={"kvweave": {"segments": [[4, 0]]}}, prompt_logprobs=None)
 
@@ -210,6 +232,7 @@ MALFORMED = SimpleNamespace(extra_args={"kvweave": {"segments": [[4, 0]]}}, prom
         ({"prompt_token_ids": None}, "got embeddings$"),
         ({"num_prompt_tokens": 3}, r"segments\[0\]: expected an end <= 3, the prompt's tokens"),
         ({"sampling_params": LOGPROBS}, "prompt_logprobs: expected none beside segments .* got 1$"),
+        ({"sampling_params": IDLE}, "policy: expected segments or discover beside it, got naive"),
         ({"sampling_params": MALFORMED}, "expected 0 <= start < end, got 4, 0"),
     ],
 )

@@ -26,13 +26,22 @@ def test_a_policy_without_marks_is_warned_of() -> None:
     body = chat(part(), kvweave={"policy": "naive"})
     assert server.ask("POST", "/v1/chat/completions", body)[0] == 200
     assert b"no effect" in server.headers[b"kvweave-warning"]
+    sent = json.loads(server.asked[0])["vllm_xargs"]["kvweave"]
+    assert json.loads(sent) == {"segments": []}
     # By arguments too, whatever the route; of those that mark something nothing is said.
     for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
         for said, idle in (({"policy": "naive"}, True), ({"discover": True}, False)):
             server = Server()
-            body = {"prompt": "p", "input": "p", "vllm_xargs": {"kvweave": json.dumps(said)}}
+            xargs = {"kvweave": json.dumps({**said, "namespace": "a"}), "other": 1}
+            body = {"prompt": "p", "input": "p", "vllm_xargs": xargs}
             assert server.ask("POST", path, body)[0] == 200
             assert (b"kvweave-warning" in server.headers) is idle
+            # The engine refuses a policy that has nothing to act on, and need not hear of it.
+            sent = json.loads(server.asked[0])["vllm_xargs"]
+            assert (json.loads(sent["kvweave"]), sent["other"]) == (
+                {"namespace": "a"} if idle else {**said, "namespace": "a"},
+                1,
+            )
 
 
 PLAIN = {"prompt_tokens": 90, "prompt_tokens_details": None}
@@ -97,6 +106,56 @@ def test_arguments_that_are_none_are_refused_before_the_engine() -> None:
         for path in ("/v1/completions", "/v1/responses", "/v1/messages"):
             assert server.ask("POST", path, body)[0] == 400
     assert server.asked == []
+
+
+BATCH = "/v1/chat/completions/batch"
+
+
+def batch(*parts: Any, **others: Any) -> dict[str, Any]:
+    """Two chats in one request, the second with these parts."""
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": list(parts)}]]
+    return {"model": "m", "messages": chats, **others}
+
+
+@pytest.mark.parametrize(
+    ("body", "where", "says"),
+    [
+        (batch(part(cache_control={"type": "bogus"})), "cache_control.type", '"ephemeral"'),
+        (batch(part(cache_control=EPHEMERAL)), "", "a request to /v1/chat/completions for each"),
+        (batch(part(kvweave={"name": "n"})), "", "a request to /v1/chat/completions for each"),
+        (batch(part(), kvweave={"policy": "nonsense"}), "kvweave.policy", "one of full"),
+        (batch(part(), kvweave={"discover": True}), "kvweave", "a request to /v1/chat/comple"),
+    ],
+)
+def test_chats_in_one_request_are_not_marked(body: Any, where: str, says: str) -> None:
+    """Spans are of one prompt each, and all chats would have the same."""
+    server = Server()
+    status, said = server.ask("POST", BATCH, body)
+    place = f"messages[1][0].content[0].{where}".rstrip(".")
+    wanted = where if where.startswith("kvweave") else place
+    assert (status, said["error"]["param"]) == (400, wanted)
+    assert says in said["error"]["message"]
+    assert server.asked == []
+
+
+def test_arguments_of_several_chats_are_held_to_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prompt(state: Any, api: Any, body: dict[str, Any]) -> Any:
+        assert api is chat_apis.CHAT
+        (message,) = body["messages"]
+        return {"prompt_token_ids": list(range(len(message["content"])))}
+
+    monkeypatch.setattr(prompts, "engine_prompt", prompt)
+    server = Server()
+    for end, status in ((1, 200), (2, 400)):
+        xargs = {"kvweave": json.dumps({"segments": [[0, end]]})}
+        assert server.ask("POST", BATCH, batch(part(), part(), vllm_xargs=xargs))[0] == status
+    wrong = {"kvweave": json.dumps({"policy": {"name": "sparsex", "boundary": 99}})}
+    assert server.ask("POST", BATCH, batch(part(), vllm_xargs=wrong))[0] == 400
+    # What is no list of chats is for vLLM to refuse, and what has no marks goes on as it is.
+    for body in ({"messages": 3, "vllm_xargs": xargs}, {"messages": [3]}, batch(part("kvweave"))):
+        before = len(server.asked)
+        assert server.ask("POST", BATCH, body)[0] == 200
+        assert json.loads(server.asked[before]) == body
 
 
 def message(*parts: Any, **others: Any) -> dict[str, Any]:

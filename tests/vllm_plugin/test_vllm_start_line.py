@@ -17,6 +17,7 @@ from kvweave.adapters.vllm.start_line import (
     ending_lines,
     idle_lines,
     map_lines,
+    misplaced_lines,
     unknown_lines,
     unread_lines,
 )
@@ -229,6 +230,38 @@ def test_what_has_no_effect_is_named(given: Any, environment: Any, says: list[st
     assert len(lines) == len(says)
     for line, start in zip(lines, says, strict=True):
         assert line.startswith(start)
+
+
+@pytest.mark.parametrize("architecture", [OURS, "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("heads", "heads inside kvweave, got 'heads' beside it"),
+        ("Segment-Bytes", "segment_bytes inside kvweave, got 'Segment-Bytes' beside it"),
+        ("kvweaves", "kvweave, got 'kvweaves'"),
+        ("Kvweave", "kvweave, got 'Kvweave'"),
+        ("kv-weave", "kvweave, got 'kv-weave'"),
+        ("kweave", "kvweave, got 'kweave'"),
+        ("kvwaeve", "kvweave, got 'kvwaeve'"),
+    ],
+)
+def test_keys_beside_the_section_are_named(architecture: str, key: str, expected: str) -> None:
+    given = config(architecture, {"virtual_pages": True})
+    given.additional_config |= {key: "map.json", "ascend_scheduler_config": {"heads": 1}}
+    line = f"additional_config: expected {expected}; it has no effect"
+    assert misplaced_lines(given) == [line]
+    assert idle_lines(given, {})[0] == line
+
+
+@pytest.mark.parametrize("given", [{"kvweave": {}}, {"kvweave_digest": "1"}, None, object()])
+def test_keys_of_others_are_passed_over(given: Any) -> None:
+    """Those of other plugins, what the plugin notes there itself, and what has no keys."""
+    stock = config("LlamaForCausalLM")
+    stock.additional_config = given
+    assert misplaced_lines(stock) == []
+    others = ("weave", "kvcache", "kv_cache_dtype", "heads_per_rank", "storage", "lmcache", 7)
+    stock.additional_config = dict.fromkeys(others, 1)
+    assert misplaced_lines(stock) == []
 
 
 def test_variables_that_nobody_knows_are_named() -> None:

@@ -147,6 +147,17 @@ def test_variables_that_an_engine_does_not_read_are_told(warned: list[str], monk
     assert warned[0].endswith("got Qwen9ForCausalLM; it has no effect")
 
 
+def test_a_misspelt_section_is_told_beside_a_model_of_vllms_own(warned: list[str]) -> None:
+    config = VllmConfig(additional_config={"Kvweave": {"segment_bytes": 5}, "heads": "map.json"})
+    config.model_config = model_of("Qwen12ForCausalLM")
+    with set_current_vllm_config(config):
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is CPUAttentionBackend
+    assert warned == [
+        "additional_config: expected kvweave, got 'Kvweave'; it has no effect",
+        "additional_config: expected heads inside kvweave, got 'heads' beside it; it has no effect",
+    ]
+
+
 def test_backends_are_looked_up_where_nobody_else_knows_what_was_set() -> None:
     """A vLLM that the plugin does not know keeps its own table on a GPU."""
     on_gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)

@@ -196,12 +196,16 @@ def test_what_is_not_followed_is_warned_of(checkpoint, monkeypatch) -> None:
     beyond = params.clone()
     params.prompt_logprobs = 0
     beyond.extra_args = {"kvweave": {"segments": [[0, 400]]}}
+    _, deep = asked(SECOND, 1, policy={"name": "sparsex", "boundary": 99})
+    idle = deep.clone()
+    idle.extra_args = {"kvweave": {"policy": "naive"}}
     choice = {**settings(), "logits_processors": None}
     with segments(checkpoint("llama"), choice) as (llm, counts):
         ask(llm, FIRST, 1, policy="naive")
-        llm.generate([tokens, tokens], [params, beyond], use_tqdm=False)
+        llm.generate([tokens] * 4, [params, beyond, deep, idle], use_tqdm=False)
     assert counts.total.requests == 1
-    for line, what in zip(said, ("prompt_logprobs: ", "kvweave.segments[0]: "), strict=True):
+    named = ("prompt_logprobs", "kvweave.segments[0]", "kvweave.policy.boundary", "kvweave.policy")
+    for line, what in zip(said, [f"{name}: " for name in named], strict=True):
         assert f": {what}expected " in line
         assert line.endswith("; its marks have no effect")
 

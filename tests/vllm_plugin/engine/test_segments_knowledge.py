@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
 from families import VOCABULARY, tiny
+from kvweave.adapters.vllm.segments import check
 from kvweave.adapters.vllm.segments.check import MarkerCheck
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
 from kvweave.errors import InvalidArgument, PoolFull, UnknownSegment, Unsupported
@@ -119,6 +122,10 @@ MALFORMED = {
     "policy": {"policy": "magic"},
     "namespace": {"namespace": 3},
     "discover": {"discover": "yes"},
+    "boundary": {"segments": [[0, 8]], "policy": {"name": "sparsex", "boundary": 99}},
+    "layers": {"discover": True, "policy": {"name": "infoflow", "layers": [99]}},
+    "a policy alone": {"policy": "naive"},
+    "no segment": {"policy": "naive", "segments": []},
 }
 
 
@@ -145,9 +152,32 @@ def test_the_second_model_runner_takes_the_check() -> None:
     with pytest.raises(Exception, match="kvweave: expected the fields segments") as caught:
         check(params)
     assert isinstance(ours(caught.value), InvalidArgument)
+    params.extra_args = {"kvweave": MALFORMED["boundary"]}
+    known = interface.build_custom_logits_processors_params_validator([f"{names[0]}Of98Layers"])
+    with pytest.raises(Exception, match="boundary: expected layers of 98, got 99"):
+        known(params)
     made, logits = MarkerCheck(None, None), torch.zeros(2, 3)
     assert made.add_request(0, params) is False
     assert made.apply(logits, None) is logits
+
+
+def test_a_check_that_knows_of_no_layers_says_so(monkeypatch) -> None:
+    """Beside an architecture that is not ours; what every model would refuse it refuses."""
+    said: list[str] = []
+    log = logging.getLogger("vllm.kvweave.segments")
+    monkeypatch.setattr(log, "warning", lambda text, *given, **_: said.append(text % given))
+    params = sampling(1)
+    for given in (MALFORMED["boundary"], MALFORMED["boundary"], {"discover": True}):
+        params.extra_args = {"kvweave": given}
+        MarkerCheck.validate_params(params)
+    (line,) = said
+    assert line.startswith("logits_processors: expected an architecture of ours beside MarkerCheck")
+    params.extra_args = {"kvweave": MALFORMED["a policy alone"]}
+    with pytest.raises(InvalidArgument, match="segments or discover beside it, got naive alone"):
+        MarkerCheck.validate_params(params)
+    with pytest.raises(AttributeError, match="no attribute 'MarkerCheckOfLayers'"):
+        check.__getattr__("MarkerCheckOfLayers")
+    assert check.__getattr__("MarkerCheckOf7Layers").layers == 7
 
 
 def test_markers_beyond_the_prompt_are_not_followed(checkpoint) -> None:

@@ -67,8 +67,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     TOKENS.save_pretrained(folder)
     port = free_port()
     published = {"enable_kv_cache_events": True, "publisher": "zmq", "topic": TOPIC}
+    choice = settings(frozen_share=0.25)
+    choice["additional_config"]["kvweaves"] = {"heads": "map.json"}
     options = [
-        *segment_options(settings(frozen_share=0.25)),
+        *segment_options(choice),
         *("--kv-events-config", json.dumps({**published, "endpoint": f"tcp://*:{port}"})),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--structured-outputs-config", json.dumps(GRAMMAR)),
@@ -108,7 +110,8 @@ def test_the_start_is_told_in_one_line(server: Server) -> None:
     # Each process that loads the plugin says so of a name that nobody knows.
     unknown = [line for line in warned if "KVWEAVE_TYPO: expected one of KVWEAVE_" in line]
     assert unknown
-    (other,) = [line for line in warned if line not in unknown]
+    misspelt, other = [line for line in warned if line not in unknown]
+    assert "additional_config: expected kvweave, got 'kvweaves'; " in misspelt
     assert "KVWEAVE_SEGMENT_BYTES: expected one place" in other
 
 
@@ -264,6 +267,54 @@ def test_what_the_engine_would_pass_over_is_refused(server: Server) -> None:
         assert said["error"]["type"] == "BadRequestError"
     with pytest.raises(openai.BadRequestError, match="512"):
         server.ask(user(marked(document("i") * 20)))
+
+
+def test_what_comes_past_the_middleware_is_refused_by_the_engine(server: Server) -> None:
+    """By a route that it does not read, whose arguments the engine hears all the same."""
+    route = f"{server.address}/invocations"
+    asked = {"model": NAME, "prompt": [5] * 9, "max_tokens": 2}
+    deep = {"segments": [[0, 8]], "policy": {"name": "sparsex", "boundary": 99}}
+    for section, says in (
+        (deep, "kvweave.policy.boundary: expected layers of "),
+        ({"policy": "naive"}, "kvweave.policy: expected segments or discover beside it"),
+    ):
+        xargs = {"kvweave": json.dumps(section)}
+        status, said = fetched(route, "POST", {**asked, "vllm_xargs": xargs})
+        assert (status, says in said["error"]["message"]) == (400, True), said
+    for section in ({"segments": [[0, 8]], "policy": "naive"}, {"namespace": "acme"}):
+        xargs = {"kvweave": json.dumps(section)}
+        assert fetched(route, "POST", {**asked, "vllm_xargs": xargs})[0] == 200
+    # Where the middleware warns the engine does not refuse.
+    for extra in (
+        {"kvweave": {"policy": "naive"}},
+        {"vllm_xargs": {"kvweave": '{"policy": "naive"}'}},
+    ):
+        server.ask(user("a policy alone"), extra_body=extra)
+
+
+def test_several_chats_in_one_request(server: Server) -> None:
+    """They share what is passed on: a mark is refused, what holds for any prompt is not."""
+    route, text = f"{server.address}/v1/chat/completions/batch", document("batch")
+    shared = {"model": NAME, "max_tokens": 2, "temperature": 0}
+    for part, where in (
+        (marked(text), ""),
+        ({"type": "text", "text": text, "cache_control": {"type": "bogus"}}, ".cache_control.type"),
+    ):
+        chats = [[user("one")], [user("two", part)]]
+        status, said = fetched(route, "POST", {**shared, "messages": chats})
+        assert (status, said["error"]["param"]) == (400, f"messages[1][0].content[1]{where}"), said
+    chats = [[user("one", text)], [user("the second", text)]]
+    nonsense = {"kvweave": {"policy": "nonsense"}, "messages": chats}
+    assert fetched(route, "POST", {**shared, **nonsense})[0] == 400
+    server.ask(user("before", marked(text)))
+    before = scraped(server.address)
+    known = {"vllm_xargs": {"kvweave": json.dumps({"discover": True, "policy": "naive"})}}
+    status, said = fetched(route, "POST", {**shared, **known, "messages": chats})
+    assert (status, len(said["choices"])) == (200, 2)
+    after = scraped(server.address)
+    assert after["requests_total"] - before["requests_total"] == 2
+    found = 'hit_tokens_total{kind="request"}'
+    assert after[found] - before[found] > 64
 
 
 def test_reuse_of_counted_segments_is_counted(server: Server) -> None:

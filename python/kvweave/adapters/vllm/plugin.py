@@ -11,6 +11,7 @@ from typing import Any
 
 from kvweave.adapters.vllm import lazy_classes, versions
 from kvweave.adapters.vllm.model_names import MODELS
+from kvweave.adapters.vllm.segments.check_layers import CheckedLayers
 from kvweave.adapters.vllm.start_line import log_unknown
 
 
@@ -25,11 +26,14 @@ def register() -> None:
     with contextlib.nullcontext() if known else contextlib.suppress(ImportError):
         _register_names(known=known)
     if known:
+        from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
         from kvweave.adapters.vllm.heads.sink_manager import SinkWindowManager
         from kvweave.adapters.vllm.heads.spec import SinkWindowSpec
         from kvweave.adapters.vllm.segments.prefix_guard import MANAGERS
         from kvweave.adapters.vllm.top_k.prompt_prefix import PromptPrefixManager, PromptPrefixSpec
 
+        MODELS_CONFIG_MAP.update(dict.fromkeys(MODELS, CheckedLayers))
         _register_manager(SinkWindowSpec, SinkWindowManager)
         _register_manager(PromptPrefixSpec, PromptPrefixManager)
         for spec, manager in MANAGERS.items():

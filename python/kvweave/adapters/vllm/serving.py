@@ -11,6 +11,7 @@ from typing import Any
 from kvweave.adapters.vllm.composition import NOT_BESIDE, PAGES, SEGMENTS
 from kvweave.adapters.vllm.options import SECTION, Options, options_of
 from kvweave.adapters.vllm.require import require
+from kvweave.adapters.vllm.segments.check_layers import PATH as CHECK
 from kvweave.adapters.vllm.served_models import check_architecture
 from kvweave.adapters.vllm.store_tier.settings import HOST_EVICTIONS, TierSettings
 from kvweave.errors import InvalidArgument
@@ -52,7 +53,7 @@ def engine_options(architecture: str, *, metrics: bool = False, **options: Any) 
     return {
         **given,
         "kv_transfer_config": _connector("KvweaveSegments", "segments.connector"),
-        "logits_processors": [f"{PACKAGE}.segments.check:MarkerCheck"],
+        "logits_processors": [CHECK],
         "worker_extension_cls": f"{PACKAGE}.segments.extension.KnowledgeBaseWorker",
     }
 

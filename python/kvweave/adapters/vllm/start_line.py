@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
 from typing import Any
 
 from kvweave import __version__, cuda_status
 from kvweave.adapters.vllm.heads.class_map import HeadClass, read_classes, read_map
 from kvweave.adapters.vllm.heads.same_model import NAMELESS, UNNAMED
 from kvweave.adapters.vllm.model_names import MODELS
-from kvweave.adapters.vllm.options import SECTION, VARIABLES, Options, options_of
+from kvweave.adapters.vllm.options import SECTION, TEXTS, VARIABLES, Options, options_of
 from kvweave.adapters.vllm.versions import WITH_VIRTUAL_PAGES
 from kvweave.weight_sample import WeightComparison, samples_of
 
@@ -24,6 +25,8 @@ PREFIX = "KVWEAVE_"
 BUILD = ("KVWEAVE_BENCH_DISK", "KVWEAVE_CUDA", "KVWEAVE_NOTEBOOKS", "KVWEAVE_RELEASE")
 """Variables of ours that no engine reads."""
 GIB = 2**30
+LIKE = 0.85
+"""From here on `difflib` takes a key for a misspelt name: one or two letters are others."""
 CHECK = "MarkerCheck"
 EXTENSION = "KnowledgeBaseWorker"
 WINDOWS_ALONE = (
@@ -47,9 +50,9 @@ def log_start(config: Any) -> None:
 
 
 def log_unread(config: Any) -> None:
-    """Logs `unread_lines` as warnings: on the first rank, once a process."""
+    """Logs `misplaced_lines` and `unread_lines` as warnings: on the first rank, once a process."""
     if config.parallel_config.rank == 0:
-        _warn(unread_lines(config))
+        _warn([*misplaced_lines(config), *unread_lines(config)])
 
 
 def log_unknown() -> None:
@@ -97,10 +100,30 @@ def idle_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list
     Errors: as `options_of`.
     """
     return [
+        *misplaced_lines(config),
         *_overridden(config, environment),
         *unread_lines(config, environment),
         *_options(config, environment),
     ]
+
+
+def misplaced_lines(config: Any) -> list[str]:
+    """Keys of `additional_config` that nobody reads and that were meant for us, a line each.
+
+    An option of ours beside the section, or a name of the section that is misspelt; others are
+    those of other plugins.
+    """
+    given = config.additional_config
+    keys = [key for key in given if isinstance(key, str)] if isinstance(given, Mapping) else []
+    lines = []
+    for key in keys:
+        plain = key.lower().replace("-", "_")
+        alike = SequenceMatcher(None, plain, SECTION, autojunk=False).ratio() >= LIKE
+        if plain in TEXTS:
+            lines.append(f"{plain} inside {SECTION}, got {key!r} beside it")
+        elif alike and key != SECTION:
+            lines.append(f"{SECTION}, got {key!r}")
+    return [f"additional_config: expected {line}; it has no effect" for line in lines]
 
 
 def unread_lines(config: Any, environment: Mapping[str, str] = os.environ) -> list[str]:

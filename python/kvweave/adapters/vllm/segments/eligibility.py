@@ -24,9 +24,10 @@ def eligible_markers(request: Any) -> Markers | None:
 def checked_markers(request: Any) -> Markers | None:
     """The markers of a scheduler's request, None where it has none.
 
-    Errors: `InvalidArgument` where they are malformed or reach beyond its prompt, for a request of
-    which tokens do not say everything (adapters, images, embeddings), as `check_computed`, and for
-    one whose prompt goes on later (a session of streamed inputs, each with parameters of its own).
+    Errors: `InvalidArgument` where they are malformed, name a policy that has nothing to act on or
+    reach beyond its prompt, for a request of which tokens do not say everything (adapters, images,
+    embeddings), as `check_computed`, and for one whose prompt goes on later (a session of streamed
+    inputs, each with parameters of its own).
     """
     params = request.sampling_params
     markers = None if params is None else markers_of(params.extra_args)
@@ -40,6 +41,7 @@ def checked_markers(request: Any) -> Markers | None:
     }
     given = ", ".join(what for what, is_there in beside.items() if is_there)
     require(SECTION, not given, "a prompt of tokens alone", given, InvalidArgument)
+    markers.check_acts()
     markers.check_within(request.num_prompt_tokens)
     check_computed(params)
     return markers

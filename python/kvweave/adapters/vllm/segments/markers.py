@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -43,7 +43,8 @@ class Markers:
     `namespace`: segments of different namespaces never match. `policy`: which rows of a reused
     segment are computed again, one of `POLICIES`; "full" reuses nothing (its segments are kept for
     later prompts). `discover`: known text is found without marks too. `settings` are those of the
-    policy that the request names, a part's behind the part's name and a dot.
+    policy that the request names, a part's behind the part's name and a dot; `names_policy`:
+    whether it names one.
     """
 
     segments: tuple[MarkedSegment, ...] = ()
@@ -51,6 +52,7 @@ class Markers:
     policy: str = DEFAULT_POLICY
     discover: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
+    names_policy: bool = field(default=False, compare=False)
 
     @property
     def approximates(self) -> bool:
@@ -61,6 +63,11 @@ class Markers:
     def is_idle(self) -> bool:
         """Whether there is nothing to act on: no segment, and nothing is to be discovered."""
         return not (self.segments or self.discover)
+
+    @property
+    def names_layers(self) -> bool:
+        """Whether the policy's settings name layers of a model."""
+        return any(self._layer_settings())
 
     def exact_tokens(self, length: int) -> int:
         """Leading tokens whose KV is that of a full prefill, whatever the store holds."""
@@ -75,18 +82,31 @@ class Markers:
         policy: Policy = with_settings(POLICIES[self.policy](), dict(self.settings))
         return policy
 
+    def check_acts(self) -> None:
+        """Refuses a policy that has nothing to act on: no segment, and nothing to discover.
+
+        A namespace alone is no mistake: it says whose the prompt is.
+
+        Errors: `InvalidArgument`.
+        """
+        if self.names_policy and self.is_idle:
+            raise _invalid("policy", "segments or discover beside it", f"{self.policy} alone")
+
     def check_layers(self, layers: int) -> None:
         """Refuses a policy whose settings name layers that a model of that many does not have.
 
         Errors: `InvalidArgument` naming the setting.
         """
-        for path, value in self.settings:
-            if (self.policy, path) not in LAYER_SETTINGS or value is None:
-                continue
+        for path, value in self._layer_settings():
             # A boundary is a number of layers, the others are layers counted from 0.
             beyond = max(value) >= layers if isinstance(value, tuple) else value > layers
             if beyond:
                 raise _invalid(f"policy.{path}", f"layers of {layers}", _shown(value))
+
+    def _layer_settings(self) -> Iterator[tuple[str, Any]]:
+        for path, value in self.settings:
+            if (self.policy, path) in LAYER_SETTINGS and value is not None:
+                yield path, value
 
     def check_within(self, tokens: int) -> None:
         """Refuses segments that reach beyond a prompt of that many tokens.
@@ -135,7 +155,8 @@ def parse(given: Any) -> Markers:
     discover = given.get("discover", False)
     if not isinstance(discover, bool):
         raise _invalid("discover", "true or false", _shown(discover))
-    return Markers(_spans(given.get("segments", [])), namespace, policy, discover, settings)
+    spans = _spans(given.get("segments", []))
+    return Markers(spans, namespace, policy, discover, settings, "policy" in given)
 
 
 def _policy(given: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:

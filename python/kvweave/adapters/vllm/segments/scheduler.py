@@ -54,11 +54,15 @@ class MarkedRequests:
     """Follows requests with markers from their arrival to their end.
 
     `group`: the cache group whose blocks, of `block_size` tokens, say where a request's rows go.
-    `weighs`: the workers want to know what all requests of a step come to, marked or not.
+    `layers`: those of the model. `weighs`: the workers want to know what all requests of a step
+    come to, marked or not.
     """
 
-    def __init__(self, block_size: int, group: int = 0, *, weighs: bool = False) -> None:
+    def __init__(
+        self, block_size: int, layers: int, group: int = 0, *, weighs: bool = False
+    ) -> None:
         self.block_size = block_size
+        self.layers = layers
         self.group = group
         self.weighs = weighs
         self._marked: dict[str, _Marked] = {}
@@ -69,6 +73,8 @@ class MarkedRequests:
         """A new request; why its markers are not followed is a warning in the log."""
         try:
             markers = checked_markers(request)
+            if markers is not None:
+                markers.check_layers(self.layers)
         except InvalidArgument as error:
             _log.warning("request %s: %s; its marks have no effect", request.request_id, error)
             return
@@ -155,7 +161,9 @@ class SegmentSchedulerConnector(IdleConnector):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         whole = next(n for n, spec in enumerate(specs) if not isinstance(spec, SlidingWindowSpec))
         weighs = options_of(vllm_config.additional_config).store is not None
-        self.requests = MarkedRequests(int(specs[whole].block_size), whole, weighs=weighs)
+        size = int(specs[whole].block_size)
+        layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+        self.requests = MarkedRequests(size, layers, whole, weighs=weighs)
         self._changes: list[Change] = []
 
     def on_new_request(self, request: Any) -> None:

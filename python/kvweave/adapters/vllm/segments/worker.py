@@ -291,7 +291,6 @@ class SegmentWorker:
         spans = [(span.start, span.end) for span in markers.segments]
         asked = prompt.tokens, spans, markers.namespace, markers.recovery(), markers.discover
         try:
-            markers.check_layers(len(self.attention))
             # Ranks that planned one prompt in two ways would wait for each other for ever.
             admitted = _on_all_ranks(lambda: self.store.admit(*asked))
             if self.kept is not None and admitted.policy.reuse == "segments":

@@ -6,12 +6,13 @@ layers: it would compute the prompt as if it had no marks, and nobody would be t
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.segments.markers import SECTION, Markers, markers_of
-from kvweave.adapters.vllm.server.chat_apis import ChatApi
-from kvweave.adapters.vllm.server.marks import XARGS
+from kvweave.adapters.vllm.server.chat_apis import CHAT, ChatApi
+from kvweave.adapters.vllm.server.marks import XARGS, acting
 from kvweave.adapters.vllm.server.prompts import prompt_of
 from kvweave.adapters.vllm.server.renderings import completion_prompts
 from kvweave.adapters.vllm.server.replies import BadRequest
@@ -40,10 +41,23 @@ async def check_arguments(state: Any, api: ChatApi | None, body: dict[str, Any])
     return markers
 
 
+def passed_on(body: dict[str, Any]) -> dict[str, Any]:
+    """A request as the engine takes it whose arguments have nothing to act on."""
+    given = body[XARGS]
+    section = given.get(SECTION)
+    if section is None:
+        return body
+    section = json.loads(section) if isinstance(section, str) else section
+    return {**body, XARGS: {**given, SECTION: json.dumps(acting(section))}}
+
+
 async def prompts_of(state: Any, api: ChatApi | None, body: dict[str, Any]) -> list[Any]:
     """The prompts of a request whose tokens are known; none where vLLM refuses it."""
     if api is None:
         found = await _of_completion(state, body)
+    elif api.lists_chats:
+        chats = [{**body, api.messages: chat} for chat in api.chats(body)]
+        found = [await prompt_of(state, CHAT, chat) for chat in chats]
     else:
         found = [await prompt_of(state, api, body)]
     return [one for one in found if one is not None and one.get("prompt_token_ids") is not None]

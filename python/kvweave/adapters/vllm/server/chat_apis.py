@@ -5,6 +5,8 @@
 | `/v1/chat/completions` | `messages[…].content[…]` of type `text` |
 | `/v1/messages` | the same, and `system[…]` |
 | `/v1/responses` | `input[…].content[…]` of type `input_text` |
+
+`/v1/chat/completions/batch` has chats that share all that is passed on, so a mark there is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class ChatApi:
     """A route. `messages`: the field that lists messages; `lists`: fields that are lists of parts.
 
     `text`: the type of a part that may be marked. `passes_over`: clients put `cache_control` on
-    parts of other types too, where it is read and does nothing.
+    parts of other types too, where it is read and does nothing. `lists_chats`: `messages` is a list
+    of chats, each a list of messages.
     """
 
     path: str
@@ -33,16 +36,25 @@ class ChatApi:
     lists: tuple[str, ...] = ()
     text: str = "text"
     passes_over: bool = False
+    lists_chats: bool = False
 
     def contents(self, body: dict[str, Any]) -> Iterator[Steps]:
         """The lists of parts of a request."""
         for name in self.lists:
             if isinstance(body.get(name), list):
                 yield (name,)
+        for number, messages in enumerate(self.chats(body)):
+            chat: Steps = (self.messages, number) if self.lists_chats else (self.messages,)
+            for index, message in enumerate(messages if isinstance(messages, list) else ()):
+                if isinstance(message, dict) and isinstance(message.get("content"), list):
+                    yield *chat, index, "content"
+
+    def chats(self, body: dict[str, Any]) -> list[Any]:
+        """The messages of each chat of a request, whatever they are."""
         messages = body.get(self.messages)
-        for index, message in enumerate(messages if isinstance(messages, list) else ()):
-            if isinstance(message, dict) and isinstance(message.get("content"), list):
-                yield self.messages, index, "content"
+        if not self.lists_chats:
+            return [messages]
+        return messages if isinstance(messages, list) else []
 
     def drops(self, text: str) -> bool:
         """Whether vLLM leaves a text out of the prompt."""
@@ -52,6 +64,7 @@ class ChatApi:
 CHAT = ChatApi("/v1/chat/completions")
 MESSAGES = ChatApi("/v1/messages", lists=("system",), passes_over=True)
 RESPONSES = ChatApi("/v1/responses", messages="input", text="input_text")
+BATCH = ChatApi("/v1/chat/completions/batch", lists_chats=True)
 APIS = {api.path: api for api in (CHAT, MESSAGES, RESPONSES)}
 
 

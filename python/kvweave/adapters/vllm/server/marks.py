@@ -9,7 +9,7 @@ same for the whole request, and marks nothing: `{"namespace": "acme", "policy": 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class Marked:
 
     def section(self, spans: list[list[Any]]) -> dict[str, Any]:
         """What is said to the engine, with segments [start, end(, name)]."""
-        return {**self.whole, "segments": spans}
+        return acting({**self.whole, "segments": spans})
 
     def arguments(self, spans: list[list[Any]], carrier: str = XARGS) -> dict[str, Any]:
         """The request with segments as an argument of vLLM's, or in another field of its."""
@@ -79,7 +79,7 @@ class Marked:
 def read(body: dict[str, Any], api: ChatApi = CHAT) -> Marked:
     """Takes the marks out of a chat request; what else is wrong with it is left for vLLM to say.
 
-    Errors: `BadRequest` naming the field.
+    Errors: `BadRequest` naming the field; any mark where a request has several chats.
     """
     found = Marked({name: value for name, value in body.items() if name != SECTION}, api)
     _whole(found, SECTION, body.get(SECTION))
@@ -87,6 +87,10 @@ def read(body: dict[str, Any], api: ChatApi = CHAT) -> Marked:
         parts = at(found.body, steps)
         cleaned = [_part(found, (*steps, number), part) for number, part in enumerate(parts)]
         found.body = replaced(found.body, steps, cleaned)
+    if found.asks and api.lists_chats:
+        here = found.marks[0].where if found.marks else SECTION
+        expected = f"a request to {CHAT.path} for each marked chat, as chats here share arguments"
+        raise BadRequest(here, expected, "several in one")
     given = body.get(XARGS)
     if found.asks and given is not None and not isinstance(given, dict):
         raise BadRequest(XARGS, "an object", given)
@@ -153,6 +157,12 @@ def _whole(found: Marked, here: str, section: Any, others: tuple[str, ...] = ())
             expected = f"{found.whole[name]!r}, as elsewhere in the request"
             raise BadRequest(f"{here}.{name}", expected, value)
     return section
+
+
+def acting(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A section for the engine, which refuses a policy that has nothing to act on: without it."""
+    acts = section.get("segments") or section.get("discover")
+    return {name: value for name, value in section.items() if acts or name != "policy"}
 
 
 def sentinels(count: int, nonce: str) -> Iterator[str]:

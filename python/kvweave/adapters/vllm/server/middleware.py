@@ -24,12 +24,13 @@ from kvweave.adapters.vllm.server.arguments import (
     check_arguments,
     check_model,
     has_several,
+    passed_on,
 )
-from kvweave.adapters.vllm.server.chat_apis import APIS, ChatApi
+from kvweave.adapters.vllm.server.chat_apis import APIS, BATCH, ChatApi
 from kvweave.adapters.vllm.server.renderings import carrier
 from kvweave.errors import KvweaveError
 
-ROUTES: dict[str, ChatApi | None] = {**APIS, COMPLETIONS: None}
+ROUTES: dict[str, ChatApi | None] = {**APIS, BATCH.path: BATCH, COMPLETIONS: None}
 IDLE = "kvweave: expected a marked part or discover beside it, got neither: it has no effect"
 MOST_BYTES = 256 * 2**20
 """Longest body that is read here."""
@@ -111,10 +112,11 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
         body = given if marked is None else marked.body
         markers = await check_arguments(state, api, body)
         idle = markers is not None and markers.is_idle
+        body = passed_on(body) if idle else body
         # Of several prompts vLLM says of the first what became of it, and their tokens together.
         asks = markers is not None and (api is not None or not has_several(body))
         return (json.dumps(body).encode() if body != given else data), asks, _warned(idle)
-    check_model(state, parse(marked.section([])))
+    check_model(state, parse(marked.whole))
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
     asked = marked.body if spans is None else marked.arguments(spans, carrier(marked.api))
