@@ -9,9 +9,13 @@ from kvweave.lab.bench.rows import Row
 COUNTED = {
     "times that a request gave way": ("preempted",),
     "requests aborted": ("aborted",),
+    "requests aborted by a sleep": ("aborted by a sleep",),
+    "streams that their clients left": ("left",),
+    "times that a stranger asked": ("spied",),
     "documents put and dropped": ("put", "dropped"),
     "documents read from the disk": ("brought",),
     "blocks evicted": ("evicted",),
+    "attempts to reset caches": ("reset refused", "reset"),
     "times that caches were reset, the connector's too": ("reset", "forgot"),
     "times that it slept, at level 2": ("slept", "slept deeply"),
     "pages copied to the host": ("spilled",),

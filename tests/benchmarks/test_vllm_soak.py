@@ -10,6 +10,8 @@ from benchmarks.soak.asked import EXACT, Author, document
 from benchmarks.soak.log_watch import LogWatch
 from benchmarks.soak.memory import MIB, Memory
 from benchmarks.vllm.soak_compare import TOLERANCE, Comparison
+from benchmarks.vllm.soak_rows import rows_of
+from benchmarks.vllm.soak_server import EVENTS, RESETS, ServerLoad, never
 
 OUTCOME: dict[str, Any] = {"tokens": 90, "cached": 0, "found": {"frozen": 60}, "reused": 60}
 OUTCOME |= {"missed": {"fresh": 29, "last-token": 1}, "recomputed": 7}
@@ -121,3 +123,49 @@ def test_requests_are_marked_where_documents_are() -> None:
             assert request.tokens[: len(first)] == first
     assert {"plain", "many", "stop", "foresight"} <= {request.kind for request in requests}
     assert any(request.before for request in requests)
+
+
+class Refusing:
+    """A server in the place of a `Caller`: it resets caches where nobody is asked for anything."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[int, Any]] = []
+        self.paths: list[str] = []
+
+    def call(self, method: str, path: str, value: Any = None) -> tuple[int, Any]:
+        self.paths.append(f"{method} {path}")
+        return self.answers.pop(0)
+
+
+def test_resets_that_a_server_refuses_are_attempts_alone() -> None:
+    caller: Any = Refusing()
+    load = ServerLoad(caller, 0)
+    caller.answers = [(200, {"success": done}) for done in (False, True, False)] + [(500, "none")]
+    for _ in range(4):
+        load._change([0.07, 0.0])
+    assert caller.paths == ["POST /reset_prefix_cache?reset_external=true"] * 4
+    assert load.happened == {"reset": 1, "reset refused": 2}
+    assert load.complaints == ["caches are reset: status 500, none"]
+
+
+def test_rows_of_a_server_tell_attempts_from_resets_and_have_its_aborts() -> None:
+    happened = {"reset": 1, "reset refused": 44, "aborted by a sleep": 7, "left": 9, "spied": 3}
+    load = {"seconds": 1800.0, "answers": 20, "happened": happened, "MiB": [1.0, 2.0, 3.0]}
+    rows = {row.name: row for row in rows_of("server", load, {"same": 5}, 0)}
+    attempts = rows["server: attempts to reset caches"]
+    assert (attempts.value, attempts.of) == (45, {"of these reset": 1})
+    assert rows["server: times that caches were reset, the connector's too"].value == 1
+    assert rows["server: requests aborted by a sleep"].value == 7
+    assert rows["server: streams that their clients left"].value == 9
+    assert rows["server: times that a stranger asked"].value == 3
+    refused = {**happened, "reset": 0}
+    rows = {row.name: row for row in rows_of("server", {**load, "happened": refused}, {}, 0)}
+    assert rows["server: attempts to reset caches"].of == {"of these reset": 0}
+
+
+def test_what_never_happened_is_complained_of() -> None:
+    happened = dict.fromkeys(EVENTS, 1)
+    assert never(happened) == ["never happened: attempts to reset caches"]
+    for one in RESETS:
+        assert never({**happened, one: 1}) == []
+    assert never({"reset": 1})[0] == "never happened: put"

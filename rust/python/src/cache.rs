@@ -308,6 +308,24 @@ impl KvCache {
         call_core(py, || self.cache.delete_frozen(name.0, namespace.0))
     }
 
+    /// Refuses a text without room to be admitted without reuse or, computed, to be frozen whole:
+    /// what has the name goes, as do entries of `going`. Only the order of eviction changes.
+    #[pyo3(signature = (name, tokens, namespace, *, regime, going=vec![]))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+    fn require_frozen_room(
+        &self,
+        py: Python<'_>,
+        name: Text<'_>,
+        tokens: &Bound<'_, PyAny>,
+        namespace: Text<'_>,
+        regime: Regime,
+        going: Vec<(String, String)>,
+    ) -> PyResult<()> {
+        let tokens = Tokens::of(tokens)?;
+        let (ids, scope) = (raised(py, tokens.ids())?, (namespace.0, regime.0));
+        call_core(py, || self.cache.require_frozen_room(name.0, &ids, scope, &going))
+    }
+
     /// Gives a namespace a quota, of blocks of every head group or of their bytes; without either
     /// it has none. Documents beyond it are refused or lose their pins, and what else is cached of
     /// the namespace beyond it is evicted first.

@@ -236,6 +236,19 @@ impl KvRequest {
         self.with(py, |request| request.freeze(name.0, start..end))
     }
 
+    /// Refuses a name that all of this request could not be frozen under once it was computed and
+    /// committed as exact, as `KvCache.require_frozen_room`.
+    #[pyo3(signature = (name, *, going=vec![]))]
+    #[expect(clippy::needless_pass_by_value, reason = "extracted for this call alone")]
+    fn require_frozen_room(
+        &self,
+        py: Python<'_>,
+        name: Text<'_>,
+        going: Vec<(String, String)>,
+    ) -> PyResult<()> {
+        self.with(py, |request| request.require_frozen_room(name.0, &going))
+    }
+
     /// Takes note of what is known of the positions [start, end): of the blocks that hold any of
     /// them, for everybody who shares these. Only a cache that evicts by "cost-aware" has a use
     /// for it.

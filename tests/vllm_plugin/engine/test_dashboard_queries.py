@@ -23,7 +23,7 @@ from kvweave.adapters.vllm.serving import engine_options
 from test_head_split import SIZES as HEADS
 from test_head_split import written
 from test_server import DOCUMENT, OTHER
-from vllm_dashboard import DASHBOARD, DOCS
+from vllm_dashboard import DASHBOARD, DOCS, OF_TIER
 from vllm_segments import SIZES, settings, text
 from vllm_server import NAME, fetched, segment_options, served, tokenizer
 
@@ -119,6 +119,9 @@ def test_each_query_finds_data(tmp_path: Path) -> None:
         for panel in DASHBOARD["panels"]:
             for target in panel["targets"]:
                 query = target["expr"]
+                if OF_TIER in query:
+                    # Held to an engine with a tier in `test_store_tier.py`.
+                    continue
                 for name, value in FILLED.items():
                     query = query.replace(name, value)
                 rows = asked("query", query=query)["result"]
@@ -128,5 +131,6 @@ def test_each_query_finds_data(tmp_path: Path) -> None:
     for query, values in found.items():
         assert values, query
         assert all(map(math.isfinite, values.values())), (query, values)
-        # Nothing runs or waits any more.
-        assert any(values.values()) or "vllm:num_requests" in query, (query, values)
+        # Nothing runs or waits any more, and head classes leave nothing to the host.
+        idle = "vllm:num_requests" in query or "kvweave_spilled" in query
+        assert any(values.values()) or idle, (query, values)

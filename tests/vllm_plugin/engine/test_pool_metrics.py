@@ -89,8 +89,8 @@ def test_requests_that_wait_for_blocks_are_counted(checkpoint, tmp_path) -> None
     # All eight may run: whoever waits, waits for blocks; and who was preempted does.
     assert 1 <= shown("stalls_total", kind="waited") <= 8 + preempted
     found = [sample for metric in prometheus_client.REGISTRY.collect() for sample in metric.samples]
-    assert missing(found, of_pool=True) == {}
-    assert missing(found[:1], of_pool=True).keys() == set(OF_POOL)
+    assert missing(found, "pool") == {}
+    assert missing(found[:1], "pool").keys() == set(OF_POOL)
 
 
 def test_prompts_that_wait_for_a_step_do_not_wait_for_blocks(checkpoint, tmp_path) -> None:

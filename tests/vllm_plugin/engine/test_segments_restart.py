@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from answer_schema import answered, undescribed
 from families import tiny
 from kvweave.adapters.vllm.segments import worker
 from kvweave.adapters.vllm.segments.document_shards import DocumentShards
 from kvweave.adapters.vllm.segments.knowledge_base import KnowledgeBase
+from kvweave.adapters.vllm.server.knowledge import PATH
+from kvweave.adapters.vllm.server.openapi import PATHS
 from kvweave.errors import ForeignStore, PoolFull, UnknownSegment
 from kvweave.store import Store
 from vllm_engines import Answer, same
@@ -259,6 +262,7 @@ def test_a_folder_without_room_says_so(checkpoint, tmp_path: Path) -> None:
     model = checkpoint("llama")
     with restarted(model, tmp_path, store_bytes=50_000) as (llm, counts, base):
         entry = base.insert("handbook", DOCUMENT)
+        assert undescribed(entry, answered(PATHS, "post", PATH)) == []
         assert not entry["kept"]
         assert "room" in entry["not_kept"] or "bytes" in entry["not_kept"], entry
         assert [(e["name"], e["kept"]) for e in base.entries()] == [("handbook", False)]

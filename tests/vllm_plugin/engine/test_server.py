@@ -10,6 +10,7 @@ import openai
 import pytest
 import vllm
 
+from answer_schema import answered, undescribed
 from benchmarks.vllm.server import samples
 from families import tiny
 from kvweave.adapters.vllm import versions
@@ -190,7 +191,7 @@ def test_the_dashboard_shows_metrics_that_a_server_has(address: str, client: ope
     for before in ("for the board:", "for it, at another place:"):
         chat(client, part(before), marked(OTHER))
     port = int(address.rpartition(":")[2])
-    assert missing(samples(port), of_pool=False) == {}
+    assert missing(samples(port), "segments") == {}
 
 
 def test_without_reuse_marks_change_nothing(client: openai.OpenAI) -> None:
@@ -245,7 +246,11 @@ def test_a_knowledge_base(address: str, client: openai.OpenAI) -> None:
     given = {"name": "a/book", "text": book, "namespace": "acme"}
     status, entry = fetched(route, "POST", given)
     assert (status, entry["name"]) == (200, "a/book")
-    listed = fetched(f"{route}?namespace=acme", "GET")[1]["data"]
+    paths = fetched(f"{address}/openapi.json", "GET")[1]["paths"]
+    assert undescribed(entry, answered(paths, "post", "/kvweave/knowledge")) == []
+    whole = fetched(f"{route}?namespace=acme", "GET")[1]
+    assert undescribed(whole, answered(paths, "get", "/kvweave/knowledge")) == []
+    listed = whole["data"]
     count = len(TOKENS.encode(book, add_special_tokens=False))
     assert [(entry["name"], entry["tokens"]) for entry in listed] == [("a/book", count)]
     assert fetched(f"{route}?namespace=other", "GET")[1]["data"] == []
@@ -256,7 +261,9 @@ def test_a_knowledge_base(address: str, client: openai.OpenAI) -> None:
     chat(client, part("tell me of"), marked(book, namespace="other"), part("now"))
     assert "reused_tokens_total" not in watched.new()
     gone = f"{route}/a%2Fbook?namespace=acme"
-    assert fetched(gone, "DELETE")[1]["deleted"] is True
+    deleted = fetched(gone, "DELETE")[1]
+    assert deleted["deleted"] is True
+    assert undescribed(deleted, answered(paths, "delete", "/kvweave/knowledge/{name}")) == []
     status, answer = fetched(gone, "DELETE")
     assert (status, answer["error"]["code"]) == (404, 404)
     assert fetched(route, "POST", {"name": "x", "tokens": [-1]})[0] == 400

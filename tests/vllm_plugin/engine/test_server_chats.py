@@ -373,7 +373,7 @@ def test_the_knowledge_base_keeps_tenants_apart_and_its_metrics_true(server: Ser
         if status != 200:
             break
     assert (status, said["error"]["type"]) == (507, "InsufficientStorageError")
-    assert "frozen share of the store: expected" in said["error"]["message"]
+    assert "frozen share of the pool: expected" in said["error"]["message"]
     for number in range(40):
         fetched(f"{route}/{number}?namespace=x", "DELETE")
 

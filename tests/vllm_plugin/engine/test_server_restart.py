@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from answer_schema import answered, undescribed
 from families import tiny
 from test_server import TOKENS, Watched, chat, marked, part
 from vllm_segments import SIZES, settings
@@ -50,6 +51,10 @@ def test_a_restarted_server_answers_from_its_documents(tmp_path: Path) -> None:
                 (entry,) = fetched(f"{route}?namespace=acme", "GET")[1]["data"]
                 assert (entry["name"], entry["tokens"], entry["kept"]) == ("a/book", count, True)
                 assert entry["resident_blocks"] == 0
+            paths = fetched(f"{address}/openapi.json", "GET")[1]["paths"]
+            method = "post" if start == "first" else "get"
+            whole = entry if start == "first" else {"object": "list", "data": [entry]}
+            assert undescribed(whole, answered(paths, method, "/kvweave/knowledge")) == []
             watched = Watched(address)
             said.append(asked(client, "acme"))
             found = watched.new().get('hit_tokens_total{kind="frozen"}', 0)

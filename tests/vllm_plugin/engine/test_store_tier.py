@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
 from vllm import LLM
@@ -17,6 +18,7 @@ from kvweave.adapters.vllm.serving import offloading_options
 from kvweave.adapters.vllm.store_tier.connector import namespace_of
 from kvweave.errors import ForeignStore, Unsupported
 from kvweave.store import Store
+from vllm_dashboard import OF_TIER, missing
 from vllm_engines import STOCK, Answer, answers, clean, engine, prompt, same
 from vllm_segments import SIZES
 
@@ -51,6 +53,12 @@ def asked(llm: LLM, salt: str = "") -> list[Answer]:
     return said
 
 
+def dashboard_lacks() -> set[str]:
+    """Metrics of the tier that the dashboard shows and `/metrics` has not yet, with its labels."""
+    found = [s for metric in prometheus_client.REGISTRY.collect() for s in metric.samples]
+    return {name.removeprefix(OF_TIER) for name in missing(found, "tier")}
+
+
 def cached(said: list[Answer]) -> list[int]:
     return [answer.cached for answer in said]
 
@@ -72,6 +80,8 @@ def test_a_restarted_engine_finds_its_prefixes(checkpoint, tmp_path: Path, block
         said = asked(llm, "a salt")
         same(said, wanted)
         assert cached(said) == [192, 64]
+        # Nothing was refused, and no store was full.
+        assert dashboard_lacks() == {"refused_total", "first_sights_total"}
     assert set(Store(tmp_path).held()[1]) == {"", namespace_of("a salt")}
     assert all((shard.cost or 0) > 0 for shard in Store(tmp_path).list())
     assert "a salt" not in "".join(shard.provenance.namespace for shard in Store(tmp_path).list())
@@ -90,6 +100,7 @@ def test_what_is_spoiled_is_computed(checkpoint, tmp_path: Path) -> None:
         same(said, wanted)
         assert cached(said) == [0, 0]
         assert len(asked(llm)) == 2
+        assert dashboard_lacks() == {"reads_total", "first_sights_total"}
     store = Store(tmp_path)
     for shard in store.list():
         store.verify(shard.name)

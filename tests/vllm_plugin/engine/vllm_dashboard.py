@@ -11,8 +11,15 @@ from typing import Any
 DOCS = Path(__file__).parents[3] / "docs"
 DASHBOARD: dict[str, Any] = json.loads((DOCS / "vllm-dashboard.json").read_text())
 SUM = re.compile(r"sum(?: by \(([^)]*)\) )?\((?:rate\()?([\w:]+)\{")
-OF_POOL = ("kvweave_kv_bytes", "kvweave_stalls_total")
+OF_POOL = (
+    "kvweave_kv_bytes",
+    "kvweave_stalls_total",
+    "kvweave_given_back_bytes_total",
+    "kvweave_spilled_bytes_total",
+)
 """What head classes and virtual pages have, and segments have not."""
+OF_TIER = "vllm:kv_offload_kvweave_"
+"""How names begin that vLLM's tiered offloading has, where our store is a tier of it."""
 
 
 def queried() -> dict[str, set[str]]:
@@ -28,7 +35,14 @@ def queried() -> dict[str, set[str]]:
     return found
 
 
-def missing(samples: Iterable[Any], *, of_pool: bool) -> dict[str, set[str]]:
+def part_of(name: str) -> str:
+    """Which part of the plugin has a metric: `pool`, `tier`, or `segments` with vLLM's own."""
+    if name in OF_POOL:
+        return "pool"
+    return "tier" if name.startswith(OF_TIER) else "segments"
+
+
+def missing(samples: Iterable[Any], part: str) -> dict[str, set[str]]:
     """Metrics of the dashboard that lack labels, of which each has one, in these samples."""
     there: dict[str, set[str]] = {}
     for sample in samples:
@@ -36,5 +50,5 @@ def missing(samples: Iterable[Any], *, of_pool: bool) -> dict[str, set[str]]:
     return {
         name: lacks
         for name, labels in queried().items()
-        if (name in OF_POOL) is of_pool and (lacks := labels - there.get(name, set()))
+        if part_of(name) == part and (lacks := labels - there.get(name, set()))
     }

@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use crate::content::{ContentId, Index, Piece};
+use crate::content::{ContentId, DocumentBlock, Index, Piece};
 use crate::error::Error;
 use crate::heads::LocalWindow;
 use crate::ids::{BlockId, GroupId};
 use crate::plan::DonorRange;
 use crate::pool::{SharedBlocks, Stored, WritableBlocks};
 
-use super::admission::{Admission, Mode};
-use super::books::Common;
+use super::admission::{Admission, MarkedSegment, Mode};
+use super::books::{Common, State};
 use super::found::{Found, find};
 use super::freeze;
 use super::holding::Holding;
@@ -37,33 +37,63 @@ impl GroupNeed {
     }
 }
 
+/// A prompt that was looked up: what is there of it is held, what is not has no blocks yet.
+pub(super) struct LookedUp {
+    pub(super) found: Found,
+    group_needs: Vec<GroupNeed>,
+    /// Blocks of each group of the pool that it takes.
+    pub(super) needs: Vec<usize>,
+    /// Blocks of documents that came back before.
+    grown: Vec<(ContentId, DocumentBlock)>,
+}
+
+impl LookedUp {
+    /// Looks a prompt up and holds what is there of it.
+    pub(super) fn hold(
+        common: &Common,
+        state: &mut State,
+        request: &Admission<'_>,
+        marks: &[MarkedSegment<'_>],
+    ) -> LookedUp {
+        let grown = freeze::regrow(common, state);
+        let found = find(&mut state.index, request, marks, common.page_tokens());
+        let group_needs = group_needs(common, &state.index, &found, request);
+        let mut needs: Vec<usize> =
+            group_needs.iter().map(|need| need.placed() + need.spare).collect();
+        needs.resize(state.pool.group_count(), 0);
+        for need in &group_needs {
+            state.pool.hold(&need.held_prefix);
+            state.pool.hold(&need.donors);
+        }
+        LookedUp { found, group_needs, needs, grown }
+    }
+
+    /// Undoes [`Self::hold`].
+    pub(super) fn let_go(self, state: &mut State) {
+        for need in &self.group_needs {
+            state.pool.release(&need.donors);
+            state.pool.release(&need.held_prefix);
+        }
+        self.found.scopes().for_each(|scope| state.index.release_scope(scope));
+        freeze::let_go(state, &self.grown);
+    }
+}
+
 pub(super) fn admit(common: &Arc<Common>, request: &Admission<'_>) -> Result<Request, Error> {
     let marks = request.sorted_marks()?;
     let mut stored = common.store.lock();
     let state = &mut *stored;
-    let grown = freeze::regrow(common, state);
-    let found = find(&mut state.index, request, &marks, common.page_tokens());
-    let plan = found.plan(&state.index, request.tokens.len());
+    let looked_up = LookedUp::hold(common, state, request, &marks);
+    let plan = looked_up.found.plan(&state.index, request.tokens.len());
 
     // Before anything is evicted: a link to what goes then leads nowhere.
-    let last = found.prefix.last().map(|&content| state.index.link(content));
-    let group_needs = group_needs(common, &state.index, &found, request);
-    let mut needs: Vec<usize> = group_needs.iter().map(|need| need.placed() + need.spare).collect();
-    needs.resize(state.pool.group_count(), 0);
-    let mut private = Vec::with_capacity(needs.iter().sum());
-    for need in &group_needs {
-        state.pool.hold(&need.held_prefix);
-        state.pool.hold(&need.donors);
-    }
-    if let Err(error) = freeze::allocate(common, state, &needs, &mut private) {
-        for need in &group_needs {
-            state.pool.release(&need.donors);
-            state.pool.release(&need.held_prefix);
-        }
-        found.scopes().for_each(|scope| state.index.release_scope(scope));
-        freeze::let_go(state, &grown);
+    let last = looked_up.found.prefix.last().map(|&content| state.index.link(content));
+    let mut private = Vec::with_capacity(looked_up.needs.iter().sum());
+    if let Err(error) = freeze::allocate(common, state, &looked_up.needs, &mut private) {
+        looked_up.let_go(state);
         return Err(error);
     }
+    let LookedUp { found, group_needs, needs, .. } = looked_up;
     // Only blocks of knowledge bases are ranked by their hits. What no row sees of the prefix is
     // not held, and may have had to make room.
     let ranked = state.index.frozen.resident() > 0;

@@ -1,5 +1,6 @@
 //! Pinning for knowledge bases, shrinking under pressure, growing back (SparseX §4.1).
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use crate::content::{ContentEntry, ContentId, DocumentBlock, Removed};
@@ -67,11 +68,47 @@ pub(super) fn allocate(
 
 /// Whether [`allocate`] would find so many blocks now. Changes nothing.
 pub(super) fn fits(common: &Common, state: &mut State, needs: &[usize]) -> bool {
+    with_room(common, state, needs, |state| state.pool.fits(needs))
+}
+
+/// Looks at what would be frozen once [`allocate`] had taken so many blocks. Changes nothing.
+pub(super) fn with_room<T>(
+    common: &Common,
+    state: &mut State,
+    needs: &[usize],
+    look: impl FnOnce(&mut State) -> T,
+) -> T {
     let needed = state.pool.pages_of(needs);
     let given = if needed > 0 { shrink(common, state, needed) } else { Vec::new() };
-    let fits = state.pool.fits(needs);
+    let seen = look(state);
     pin_again(state, given);
-    fits
+    seen
+}
+
+/// Refuses to freeze blocks under the first of the names in `going`, each behind its namespace:
+/// those of `blocks` that are there, and `absent` others. The entries of these names go.
+pub(super) fn check_room(
+    common: &Common,
+    state: &State,
+    going: &[(&str, &str)],
+    blocks: &[ContentId],
+    absent: usize,
+) -> Result<(), Error> {
+    let frozen = &state.index.frozen;
+    let held = frozen.resident() - frozen.alone(going, blocks);
+    let new = blocks.iter().filter(|&&block| !frozen.is_pinned(block));
+    let needed = new.collect::<BTreeSet<_>>().len() + absent;
+    let free = (frozen_limit(common, state) as usize).saturating_sub(held);
+    if needed > free {
+        return Err(Error::pool_full("frozen share of the pool", needed, free));
+    }
+    let named = going[0];
+    let Some(account) = state.index.account(named.0) else { return Ok(()) };
+    let (free, needed) = frozen.quota_room(account, named, blocks.iter().copied());
+    if needed + absent > free {
+        return Err(Error::quota_exceeded(named.0, needed + absent, free));
+    }
+    Ok(())
 }
 
 /// Undoes [`shrink`].
@@ -212,25 +249,10 @@ impl Request {
             let block = self.frozen_block(state, b, chain.get(b).copied())?;
             blocks.push((state.index.text_of(block), block));
         }
-        let mut pinned: Vec<ContentId> = blocks.iter().map(|&(_, block)| block).collect();
-        let frozen = &state.index.frozen;
-        let held = frozen.resident() - frozen.alone(&self.namespace, name, &pinned);
-        pinned.retain(|&block| !frozen.is_pinned(block));
-        pinned.sort_unstable();
-        pinned.dedup();
-        let free = (frozen_limit(&common, state) as usize).saturating_sub(held);
-        if pinned.len() > free {
-            return Err(Error::pool_full("frozen share of the pool", pinned.len(), free));
-        }
+        let pinned: Vec<ContentId> = blocks.iter().map(|&(_, block)| block).collect();
         let (named, account) =
             ((self.namespace.as_str(), name), state.index.account(&self.namespace));
-        if let Some(account) = account {
-            let blocks = blocks.iter().map(|&(_, block)| block);
-            let (free, needed) = state.index.frozen.quota_room(account, named, blocks);
-            if needed > free {
-                return Err(Error::quota_exceeded(&self.namespace, needed, free));
-            }
-        }
+        check_room(&common, state, &[named], &pinned, 0)?;
         let number = state.index.frozen.next_number();
         for (at, &(_, block)) in (0..).zip(&blocks) {
             pin(state, block, (number, at));

@@ -18,6 +18,7 @@ mod entry_room;
 mod forget;
 mod found;
 mod freeze;
+mod frozen_room;
 mod holding;
 mod ledger;
 mod promote;

@@ -124,13 +124,20 @@ impl FrozenPool {
         self.absent
     }
 
-    /// Pinned blocks that nobody but this segment pins, other than those in `kept`.
-    pub(crate) fn alone(&self, namespace: &str, name: &str, kept: &[ContentId]) -> usize {
-        let named = (namespace.to_owned(), name.to_owned());
-        let Some(&number) = self.numbers.get(&named) else { return 0 };
+    /// Pinned blocks that nobody but these segments pins, each given by namespace and name, other
+    /// than those in `kept`.
+    pub(crate) fn alone(&self, segments: &[(&str, &str)], kept: &[ContentId]) -> usize {
+        let number = |&(namespace, name): &(&str, &str)| {
+            self.numbers.get(&(namespace.to_owned(), name.to_owned())).copied()
+        };
+        let numbers: BTreeSet<u64> = segments.iter().filter_map(number).collect();
+        if numbers.is_empty() {
+            return 0;
+        }
         let mut kept = kept.to_vec();
         kept.sort_unstable();
-        let own = self.pins.iter().filter(|(_, places)| places.iter().all(|at| at.0 == number));
+        let theirs = |places: &[DocumentBlock]| places.iter().all(|at| numbers.contains(&at.0));
+        let own = self.pins.iter().filter(|(_, places)| theirs(places));
         own.filter(|(block, _)| kept.binary_search(block).is_err()).count()
     }
 

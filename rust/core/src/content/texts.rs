@@ -17,6 +17,23 @@ impl Index {
         blocks
     }
 
+    /// The node that will stand for a block of an exact text once it is entered, if it is there:
+    /// `node` of the text's chain, or, where that goes on behind these tokens, one of equal
+    /// content.
+    pub(crate) fn stands_for(
+        &self,
+        scope: ScopeId,
+        tokens: &[u32],
+        node: ContentId,
+    ) -> Option<ContentId> {
+        if self.places.is_whole(node) && self.holds(node, scope, tokens) {
+            return Some(node);
+        }
+        let exact = usize::from(self.nodes.get(node).prefix_len);
+        let goes_on = self.nodes.tokens(node)[..exact].starts_with(tokens);
+        if goes_on { self.find_whole(scope, tokens) } else { None }
+    }
+
     /// What a node of the virtual index is known by.
     pub(crate) fn text_of(&self, content: ContentId) -> BlockText {
         let tokens = self.nodes.tokens(content);

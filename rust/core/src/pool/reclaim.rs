@@ -49,9 +49,17 @@ impl Pool {
     /// Whether [`Pool::allocate`] would find so many blocks of each group.
     #[must_use]
     pub fn fits(&self, needs: &[usize]) -> bool {
-        self.slabs_wanted(needs) <= self.arena.unclaimed()
-            || self.each(needs).all(|(g, need)| g.free + g.cached >= need)
-            || self.feasible(needs).is_ok()
+        self.require(needs).is_ok()
+    }
+
+    /// Refuses what [`Pool::allocate`] would refuse. Changes nothing.
+    ///
+    /// # Errors
+    /// `PoolFull` as there.
+    pub fn require(&self, needs: &[usize]) -> Result<(), Error> {
+        let at_hand = self.slabs_wanted(needs) <= self.arena.unclaimed()
+            || self.each(needs).all(|(g, need)| g.free + g.cached >= need);
+        if at_hand { Ok(()) } else { self.feasible(needs) }
     }
 
     /// The blocks that are cached and that somebody asks for.

@@ -34,11 +34,7 @@ class KnowledgeBaseWorker:
             _check_names(name, namespace)
             ids = checked_tokens(tokens, config.get_vocab_size(), config.max_model_len)
             worker = _worker()
-            if worker.kept is None:
-                worker.store.require_room(name, ids, namespace)
-            else:
-                # Where a folder keeps documents, those used least give way instead.
-                worker.store.require_room_alone(len(ids))
+            worker.store.require_room(name, ids, namespace, worker.yielding())
             worker.expect_document(ids, namespace)
             why = worker.insert(self.get_model(), name, ids, namespace, self.vllm_config)
             entry = _shown(worker.store.cache.frozen_segment(name, namespace))

@@ -103,6 +103,10 @@ class KeptDocuments:
             return False
         return self._named((namespace, name), _ids(tokens), shard) is None
 
+    def yielding(self) -> list[Name]:
+        """Documents that `freeze` has make room where it must: they can be read again."""
+        return list(self._frozen)
+
     def freeze(self, request: KvRequest, name: str) -> None:
         """Freezes all of a committed request; kept documents make room, those used least first.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,7 +31,7 @@ from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.payload import KvPayload, export_kv
 from kvweave.payload.pages import Places
 from kvweave.payload.transfer import admit_kv
-from kvweave.policies import Policy
+from kvweave.policies import Full, Policy
 
 PAGE_TOKENS = 16
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -366,32 +366,54 @@ class SegmentStore:
         """The knowledge base's entries of a namespace, or of all."""
         return self.cache.frozen(namespace)
 
-    def require_room(self, name: str, tokens: list[int], namespace: str) -> None:
+    def require_room(
+        self,
+        name: str,
+        tokens: list[int],
+        namespace: str,
+        going: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Refuses a document that could not be frozen, before anything of it is computed.
 
-        What an entry of the same name has is given back, and blocks of the same text are shared.
+        What an entry of the same name has is given back, as is what those of `going` have, each a
+        namespace and a name. Blocks that another entry has frozen need no room.
 
-        Errors: `PoolFull` beyond the frozen share.
+        Errors: `PoolFull` without room for it, or beyond the frozen share.
         """
-        stats, limit = self.cache.stats(), self._most_frozen
-        own = [e.resident_blocks for e in self.cache.frozen(namespace) if e.name == name]
-        free = max(limit - int(stats["frozen"]) + sum(own), 0)
         ids = np.asarray(tokens, np.int32)
-        size = self.page_tokens
-        shared = self.cache.match_prefix(ids, namespace, regime=self.regime) // size
-        _expect_blocks(-(-len(tokens) // size) - shared, free)
+        self.cache.require_frozen_room(name, ids, namespace, regime=self.regime, going=going)
+
+    def admit_document(
+        self,
+        name: str,
+        tokens: list[int],
+        namespace: str,
+        going: Sequence[tuple[str, str]] = (),
+    ) -> AdmittedPrompt:
+        """Takes room for a document that is to be encoded and then frozen; arguments as above.
+
+        Errors: as `admit`, and `PoolFull` for what could not be frozen now that others gave way.
+        """
+        admitted = self.admit(tokens, [], namespace, Full(), discover=False)
+        try:
+            admitted.request.require_frozen_room(name, going=going)
+        except BaseException:
+            admitted.release()
+            raise
+        return admitted
 
     def require_room_alone(self, tokens: int) -> None:
         """Refuses a document of so many tokens that could not be frozen without any other.
 
         Errors: `PoolFull` beyond the frozen share.
         """
-        _expect_blocks(-(-tokens // self.page_tokens), self._most_frozen)
-
-    @property
-    def _most_frozen(self) -> int:
-        """Blocks of the frozen share, which the cache rounds to a whole per cent so."""
-        return int(self.cache.stats()["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+        needed = -(-tokens // self.page_tokens)
+        # The cache rounds the share to a whole per cent so.
+        free = int(self.cache.stats()["total"]) * int(self.frozen_share * 100 + 0.5) // 100
+        if needed > free:
+            expected, got = f"{needed} blocks to be available", str(free)
+            text = f"frozen share of the store: expected {expected}, got {got}"
+            raise PoolFull(text, expected=expected, got=got)
 
     def forget(self, *, documents: bool) -> None:
         """Has nothing be found any more that requests left, and no `documents` where these go too.
@@ -434,13 +456,6 @@ class SegmentStore:
 
     def _sent(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return sent(array, self.geometry.device)
-
-
-def _expect_blocks(needed: int, free: int) -> None:
-    if needed > free:
-        expected, got = f"{needed} blocks to be available", str(free)
-        text = f"frozen share of the store: expected {expected}, got {got}"
-        raise PoolFull(text, expected=expected, got=got)
 
 
 def outcome_of(admitted: AdmittedPrompt) -> PromptOutcome:

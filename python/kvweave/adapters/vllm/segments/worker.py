@@ -36,7 +36,6 @@ from kvweave.adapters.vllm.segments.step import Step
 from kvweave.adapters.vllm.segments.store import AdmittedPrompt, SegmentStore, outcome_of
 from kvweave.errors import InvalidArgument, OutOfMemory, PoolFull, UnknownSegment, Unsupported
 from kvweave.flops import TextSizes
-from kvweave.policies import Full
 from kvweave.runner.clock import Clock
 
 _Taken = TypeVar("_Taken")
@@ -216,9 +215,8 @@ class SegmentWorker:
         self._changed = True
         if self.kept is not None and self.kept.take(name, tokens, namespace):
             return None
-        admitted = _on_all_ranks(
-            lambda: self.store.admit(tokens, [], namespace, Full(), discover=False)
-        )
+        going = self.yielding()
+        admitted = _on_all_ranks(lambda: self.store.admit_document(name, tokens, namespace, going))
         try:
             with ExitStack() as held:
                 encoding = self.store.encoding(admitted)
@@ -231,6 +229,13 @@ class SegmentWorker:
             return self.kept.keep(admitted.request, room, name)
         finally:
             admitted.release()
+
+    def yielding(self) -> list[tuple[str, str]]:
+        """Documents, each a namespace and a name, that give way to one that is inserted.
+
+        Where a folder keeps documents, those used least do, as many as it takes.
+        """
+        return [] if self.kept is None else self.kept.yielding()
 
     def delete(self, name: str, namespace: str) -> None:
         """Takes an entry out of the store's knowledge base, and out of the folder that keeps it.

@@ -28,9 +28,23 @@ DOCUMENT = {
     },
 }
 COUNTS = ("tokens", "blocks", "resident_blocks", "references")
-ENTRY = {
+KEPT = {"type": "boolean", "description": "Beside a folder: whether the document survives there."}
+ENTRY: dict[str, Any] = {
     "type": "object",
-    "properties": {"name": TEXT, "namespace": TEXT, **dict.fromkeys(COUNTS, COUNT)},
+    "required": ["name", "namespace", *COUNTS],
+    "properties": {
+        "name": TEXT,
+        "namespace": TEXT,
+        **dict.fromkeys(COUNTS, COUNT),
+        "kept": KEPT,
+    },
+}
+INSERTED = {
+    **ENTRY,
+    "properties": {
+        **ENTRY["properties"],
+        "not_kept": {**TEXT, "description": "Why the folder does not have it, where it has not."},
+    },
 }
 ENTRIES = {
     "type": "object",
@@ -108,7 +122,7 @@ PATHS: dict[str, dict[str, Any]] = {
                 "required": True,
                 "content": {"application/json": {"schema": DOCUMENT}},
             },
-            "responses": _answers(ENTRY, _413="A body beyond what is read.", _507=FULL),
+            "responses": _answers(INSERTED, _413="A body beyond what is read.", _507=FULL),
         },
     },
     f"{PATH}/{{name}}": {
