@@ -173,7 +173,7 @@ class ServerAsked(Asked):
             if not line.startswith(b"data: {"):
                 continue
             taken = taken or time.perf_counter() - begun
-            found = max(found, _known(json.loads(line.removeprefix(b"data: ")), prompt))
+            found = max(found, _known(json.loads(line.removeprefix(b"data: "))))
         return Answered(found, taken)
 
     def reset(self, *, beyond: bool) -> bool:
@@ -189,10 +189,7 @@ class ServerAsked(Asked):
         return answer
 
 
-def _known(piece: dict[str, Any], prompt: Prompt) -> int:
-    """Tokens that one piece of a stream says were known."""
-    if prompt.marked is not None:
-        told = (piece.get("kv_transfer_params") or {}).get("kvweave", {})
-        return int(told.get("reused", 0))
+def _known(piece: dict[str, Any]) -> int:
+    """Tokens that one piece of a stream says were known, those of documents among them."""
     details = (piece.get("usage") or {}).get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
