@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,9 +22,7 @@ from kvweave.runner import Packing, Runner, Strategy
 from kvweave.runner.hand_off import take_over
 from kvweave.runner.kv.final_text import FinalText
 from kvweave.runner.tiers import final_packing, strategies
-from kvweave.runner.tiers.final_packing import NO_ROOM, TextCopy
-from kvweave.runner.tiers.packed_losses import Part
-from kvweave.runner.worker import Job
+from kvweave.runner.tiers.final_packing import NO_ROOM
 from packed_decoding import PackedDecoding, apart, nothing_is_held, packed_runner, steps_of
 from page_meaning import Layer, Meaning, int4, of_format, random_packing
 from ranked_pages import FULL, kinds_map, top_k
@@ -251,51 +247,6 @@ def test_without_room_on_the_host_a_segment_stays_as_it_is(model: Any) -> None:
         assert [report.why for report in done.report.packed.segments[:2]] == [NO_ROOM] * 2
     assert runner.packing_stats()["copied_bytes"] == 0
     assert all_is_gone(runner)
-
-
-def test_texts_that_end_early_have_no_memory_while_the_thread_is_behind(
-    model: Any, monkeypatch: Any
-) -> None:
-    """Nor is anything of them measured any more, once the thread comes to it."""
-    one = SEGMENT * 2 * HEADS * DIM * LAYERS * 4
-    packing = Packing("int4", strategy=Strategy(0.3), segment_tokens=SEGMENT, copy_bytes=one)
-    runner, copies, measured = runner_of(model, kv_dtype=packing), [], []
-    final = runner._prefiller.final_packing
-    take, packed_part = TextCopy.take, final_packing.packed_part
-
-    def taken(copy: TextCopy, part: Part, *given: Any) -> None:
-        copies.append(weakref.ref(part.cache))
-        take(copy, part, *given)
-
-    def counted(*given: Any) -> Any:
-        measured.append(given)
-        return packed_part(*given)
-
-    monkeypatch.setattr(TextCopy, "take", taken)
-    monkeypatch.setattr(final_packing, "packed_part", counted)
-    go = threading.Event()
-    final.worker.submit(_Waiting(go))
-    for number in range(12):
-        runner.prefill(random_tokens(SEGMENT - 40, number), "full", **ASKED).release()
-    final.copier.wait()
-    assert len(copies) >= 12
-    there = [cache for cache in (copy() for copy in copies) if cache is not None]
-    assert sum(cache.nbytes for cache in there) <= one
-    assert runner.packing_stats()["copied_bytes"] == 0
-    go.set()
-    runner.flush()
-    assert not measured
-    assert all_is_gone(runner)
-
-
-class _Waiting(Job):
-    """Keeps a thread at work, as a long text does."""
-
-    def __init__(self, go: threading.Event) -> None:
-        self._go = go
-
-    def run(self) -> None:
-        self._go.wait()
 
 
 # ---- who keeps it -------------------------------------------------------------------------
