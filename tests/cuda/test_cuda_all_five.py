@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from all_five import example, recomputed_rows
+from all_five import recomputed_rows
 from byte_tokenizer import Bytes
 from decode_batches import decoding
+from examples import example
 from families import tiny
 from kvweave.policies import Foresight
 from kvweave.runner import Runner
@@ -31,7 +32,7 @@ def model_on(place: str) -> Any:
 
 
 def test_each_dimension_saves_as_on_the_cpu(capsys: Any) -> None:
-    of = example()
+    of = example("all_five")
     saved = [
         of.print_saved(model_on(place), Bytes(), SENTENCES, max_tokens=65536)
         for place in ("cpu", "cuda")
@@ -46,7 +47,7 @@ def test_each_dimension_saves_as_on_the_cpu(capsys: Any) -> None:
 
 def test_it_says_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the same bytes of a store: rows that are recomputed are told, choices compared."""
-    of, rows = example(), recomputed_rows(monkeypatch)
+    of, rows = example("all_five"), recomputed_rows(monkeypatch)
     known: dict[str, Any] = {"progress": False, "check": False, "max_tokens": 65536}
     heads = of.classes_in_turn(model_on("cpu"), Bytes())
     of.insert(model_on("cpu"), Bytes(), tmp_path, SENTENCES, heads=heads, **known)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from all_five import example, recomputed_rows
+from all_five import recomputed_rows
 from byte_tokenizer import Bytes
 from chosen_documents import ReadingChosen, left_out
 from decode_batches import decoding
+from examples import example
 from families import tiny
 from kvweave.runner import Runner, Segment
 from packed_choosing import expect_packed_choice
@@ -28,7 +29,7 @@ STEPS = 24
 
 @pytest.fixture(name="example", scope="module")
 def example_module() -> Any:
-    return example()
+    return example("all_five")
 
 
 @pytest.fixture(scope="module")

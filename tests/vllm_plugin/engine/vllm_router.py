@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from vllm.distributed.kv_events import EventBatch, KVEventBatch, ZmqEventPublisher
 
+from examples import example
 from kvweave.adapters.vllm.segments.events import events_of
 from kvweave.adapters.vllm.segments.known_documents import Change, document_hash
 from vllm_server import free_port
@@ -23,19 +21,7 @@ TOPIC = "kv"
 Scenario = Callable[[], Awaitable[None]]
 
 
-def loaded() -> Any:
-    """The example, as a module."""
-    path = Path(__file__).resolve().parents[3] / "examples" / "route_by_document.py"
-    spec = importlib.util.spec_from_file_location("route_by_document", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-router = loaded()
+router = example("route_by_document")
 
 
 def named(text: str) -> bytes:
