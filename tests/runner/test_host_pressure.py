@@ -189,9 +189,9 @@ def test_who_is_spilled_before_its_ranking_is_ranked_anew(
     for steps in (EVERY + 1, 2 * EVERY + 2, 29):
         apart |= near.go(steps) != far.go(steps)
         # Later on there may be nothing that has filled since its last ranking.
-        if runner._decoder.spill(far.sequence):
+        if runner._decoder.spill([far.sequence]):
             near.runner._decoder.forget(near.done.request)
-        assert not runner._decoder.spill(far.sequence)
+        assert not runner._decoder.spill([far.sequence])
         assert spills(runner) == 1
     apart |= near.go(20) != far.go(20)
     # Pages that were rounded are others.

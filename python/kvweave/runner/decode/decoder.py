@@ -237,15 +237,15 @@ class Decoder:
         self.queries = query_room(self.spec, len(slots.batch)) if watched else None
         return forward(self.spec, self.pages, tables, slots.rope, self.workspace, self.queries)
 
-    def spill(self, sequence: Decoding) -> bool:
-        """Has a request's pages that may lie in the host's memory lie there; whether any has left.
+    def spill(self, batch: Sequence[Decoding]) -> bool:
+        """Has pages of requests that may lie in the host's memory lie there; whether any has left.
 
-        For whoever finds no room on the device before its next ranking, which then is anew.
+        For those who find no room on the device before their next ranking, which then is anew.
         """
-        left = [host.spill_full() for host in sequence.host.values()]
-        if any(left):
+        left = [s for s in batch if [h for h in s.host.values() if h.spill_full()]]
+        for sequence in left:
             self.forget(sequence.request)
-        return any(left)
+        return bool(left)
 
     def forget(self, request: KvRequest | None = None) -> None:
         """Lets go of a request, or of all that took part in steps."""

@@ -219,12 +219,12 @@ class HostSlots:
         if self.pool.mirrors:
             filled = some
             if step.newest is None:
-                filled = some[step.positions[some] % self._page_tokens == 0]
+                filled = some[step.positions[some] % self.pool.page_tokens == 0]
             for number, host in self._of(step, filled):
                 host.mirror(self._full(step, number, array))
 
     def _full(self, step: ListedStep, number: int, array: Int32) -> int:
-        return step.full_entries(number, self.pool.budget.group, array, self._page_tokens)
+        return step.full_entries(number, self.pool.budget.group, array, self.pool.page_tokens)
 
     def at_home(self, step: ListedStep, some: Int64) -> Int32:
         """Of how many first entries of some of a step's requests pages lie at home, i32 [n]."""
@@ -253,10 +253,6 @@ class HostSlots:
             host = step.host(number, self.pool.budget.group)
             if host is not None:
                 yield number, host
-
-    @property
-    def _page_tokens(self) -> int:
-        return int(self.pool.arena.shape[2])
 
     def follow_all(self, step: ListedStep, some: Int64) -> bool:
         """Tells the device where pages of some of a step's requests lie; whether `room` is new."""

@@ -445,7 +445,7 @@ class Engine(Submissions):
 
     def _no_room_to_decode(self, lives: Sequence[LiveRequest], error: PoolFull) -> None:
         """A step found no room for one of these: it is planned again, and room is made."""
-        if sum(self._decoder.spill(live.answering.sequence) for live in lives):
+        if self._decoder.spill([live.answering.sequence for live in lives]):
             for live in lives:
                 self._scheduler.not_done(live.handle.number)
             return

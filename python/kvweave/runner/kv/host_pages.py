@@ -108,7 +108,7 @@ class HostPages:
         For whoever finds no room there: the current stream waits for what is being copied.
         """
         self.settle()
-        before, page = self.count, int(self.pool.arena.shape[2])
+        before, page = self.count, self.pool.page_tokens
         if self._coming is not None:
             self._coming.wait()
             self._coming = None

@@ -100,6 +100,11 @@ class HostPool:
         return slots_for(self.budget.pages)
 
     @property
+    def page_tokens(self) -> int:
+        """Tokens of a page."""
+        return int(self.arena.shape[2])
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block."""
         return self.budget.heads * self.cache.shape.page_bytes
