@@ -125,7 +125,7 @@ def test_what_a_thread_copies_late_is_what_was_written(monkeypatch: Any) -> None
         assert (report.why, report.basis) == ("", "own")
         memory = runner._prefiller.final_packing.copies
         # All of it is free again.
-        assert memory._first_fit(memory._pieces) == 0
+        assert {*memory._given} == {*memory._places}
         runner.close()
     assert [len(some) for some in parts] == [12] * 3
     for some in parts[1:]:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvweave import ops
 from kvweave.errors import OutOfMemory, PoolFull
 from kvweave.runner.kv import text_memory
-from kvweave.runner.kv.text_memory import Place, TextMemory, memory_bytes, sizes_of
+from kvweave.runner.kv.places import Place
+from kvweave.runner.kv.text_memory import TextMemory, memory_bytes, sizes_of
 
 CPU = torch.device("cpu")
 FORMATS = (ops.packed_format("half-int4", 32), ops.packed_format("int4", 32))

@@ -10,8 +10,9 @@ import torch
 
 from kvweave import ops
 from kvweave.cache import KvRequest
+from kvweave.runner.kv.places import Place
 from kvweave.runner.kv.tables import Int32, send_index
-from kvweave.runner.kv.text_memory import Place, Size, TextMemory, sizes_of
+from kvweave.runner.kv.text_memory import Size, TextMemory, sizes_of
 
 Int64 = npt.NDArray[np.int64]
 

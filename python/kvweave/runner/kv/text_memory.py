@@ -8,7 +8,6 @@ begins at byte n · b. A text's pages of a format lie next to each other, and it
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from kvweave import ops
 from kvweave.device_memory import needs_memory
 from kvweave.errors import PoolFull
+from kvweave.runner.kv.places import Place, first_fit, next_multiple
 from kvweave.runner.kv.pool_bases import basis_bytes
 
 MOVED_BYTES = 1 << 26
@@ -23,25 +23,6 @@ MOVED_BYTES = 1 << 26
 
 Size = tuple[int, int]
 """So many bytes, which begin at a multiple of others."""
-
-
-@dataclass(eq=False)
-class Place:
-    """Bytes that begin at a multiple of their `unit`; they may come to lie elsewhere."""
-
-    begin: int
-    nbytes: int
-    unit: int
-
-    @property
-    def number(self) -> int:
-        """Of the first unit, among all of the memory."""
-        return self.begin // self.unit
-
-    @property
-    def end(self) -> int:
-        """Where the next place may begin."""
-        return self.begin + self.nbytes
 
 
 def sizes_of(of: ops.PackedFormat, pages: int, blocks: int) -> tuple[Size, ...]:
@@ -110,7 +91,7 @@ class TextMemory:
         left = [(place.nbytes, place.unit) for place in self._places if place not in without]
         end = self._nobodys
         for nbytes, unit in (*left, *sizes):
-            end = _next(end, unit) + nbytes
+            end = next_multiple(end, unit) + nbytes
         return end <= len(self.data)
 
     def take(self, sizes: Sequence[Size]) -> list[Place]:
@@ -125,7 +106,7 @@ class TextMemory:
             raise self.shortage(sizes)
         taken: list[Place] = []
         for nbytes, unit in sizes:
-            place = self._first_fit(nbytes, unit)
+            place = first_fit(self._places, nbytes, unit, (self._nobodys, len(self.data)))
             if place is None:
                 self.give(taken)
                 self._close_up()
@@ -146,21 +127,9 @@ class TextMemory:
         for place in places:
             self._places.remove(place)
 
-    def _first_fit(self, nbytes: int, unit: int) -> Place | None:
-        """A place in the first gap that is large enough."""
-        ends = [self._nobodys, *(place.end for place in self._places)]
-        begins = [*(place.begin for place in self._places), len(self.data)]
-        for at, (end, begin) in enumerate(zip(ends, begins, strict=True)):
-            first = _next(end, unit)
-            if first + nbytes <= begin:
-                place = Place(first, nbytes, unit)
-                self._places.insert(at, place)
-                return place
-        return None
-
     def _behind_all(self, nbytes: int, unit: int) -> Place:
         end = self._places[-1].end if self._places else self._nobodys
-        place = Place(_next(end, unit), nbytes, unit)
+        place = Place(next_multiple(end, unit), nbytes, unit)
         self._places.append(place)
         return place
 
@@ -174,7 +143,7 @@ class TextMemory:
         between = _zeros(min(largest, MOVED_BYTES), torch.uint8, self.data.device)
         end = self._nobodys
         for place in self._places:
-            begin = _next(end, place.unit)
+            begin = next_multiple(end, place.unit)
             if begin != place.begin:
                 self._move(place, begin, between)
                 self.moves += 1
@@ -188,11 +157,6 @@ class TextMemory:
             part.copy_(self.data[place.begin + first : place.begin + end])
             self.data[begin + first : begin + end].copy_(part)
         place.begin = begin
-
-
-def _next(at: int, unit: int) -> int:
-    """The next multiple of a unit."""
-    return -(-at // unit) * unit
 
 
 @needs_memory("packed documents")

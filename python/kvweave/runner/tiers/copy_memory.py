@@ -18,6 +18,7 @@ import torch
 from kvweave.errors import OutOfMemory
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.host_arena import AHEAD_BYTES, CHUNK_BYTES, HostArena
+from kvweave.runner.kv.places import Place, first_fit
 
 _PIECE = 64 << 10
 
@@ -30,57 +31,47 @@ class CopyMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._pieces, self._device = nbytes // _PIECE, device
+        self._size, self._device = nbytes // _PIECE * _PIECE, device
         # From the first tensor on; none where the process may not have so many addresses.
         self._arena: HostArena | None = None
-        # Pieces that are taken, from the first on, and those that are nobody's again.
-        self._taken: list[tuple[int, int]] = []
-        self._given: deque[tuple[int, int]] = deque()
+        # What is taken, and of that what is nobody's again.
+        self._places: list[Place] = []
+        self._given: deque[Place] = deque()
 
     def room_for(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Memory for a tensor of this shape and dtype; None where there is none in one piece."""
-        count = -(-tensor.nbytes // _PIECE)
-        begin = self._first_fit(count)
-        if begin is None:
+        while self._given:
+            self._places.remove(self._given.popleft())
+        if not tensor.nbytes:
+            return None
+        place = first_fit(self._places, tensor.nbytes, _PIECE, (0, self._size))
+        if place is None:
             return None
         try:
-            arena = self._reserved(begin, count)
+            arena = self._reserved(place)
         except OutOfMemory:
+            self._places.remove(place)
             return None
-        place = begin, begin + count
-        self._taken = sorted([*self._taken, place])
         # Whatever is made of it holds these bytes, and is what is waited for.
-        room = arena.pages.numpy()[begin : begin + count].reshape(-1)[: tensor.nbytes]
+        room = arena.pages.numpy().reshape(-1)[place.begin : place.end]
         weakref.finalize(room, self._given.append, place)
         return torch.from_numpy(room).view(tensor.dtype).view(tensor.shape)
 
     def close(self) -> None:
         """Gives the system back what nobody has; nothing has room here any more."""
-        self._pieces, self._arena = 0, None
+        self._size, self._arena = 0, None
 
-    def _first_fit(self, count: int) -> int | None:
-        """The first piece of so many that are free, one behind the other."""
-        if not count:
-            return None
-        while self._given:
-            self._taken.remove(self._given.popleft())
-        end = 0
-        for begin, behind in self._taken:
-            if begin - end >= count:
-                return end
-            end = behind
-        return end if self._pieces - end >= count else None
-
-    def _reserved(self, begin: int, count: int) -> HostArena:
-        """All of it, so many pieces from one on being memory.
+    def _reserved(self, place: Place) -> HostArena:
+        """All of it, a place being memory.
 
         # Errors
         `OutOfMemory`: what there was stays.
         """
         if self._arena is None:
-            ahead = min(self._pieces * _PIECE, AHEAD_BYTES)
-            self._arena = HostArena((self._pieces, _PIECE), torch.uint8, self._device, ahead)
-        self._arena.reserve(np.asarray([begin], np.int32), count)
+            ahead, pieces = min(self._size, AHEAD_BYTES), self._size // _PIECE
+            self._arena = HostArena((pieces, _PIECE), torch.uint8, self._device, ahead)
+        first = np.asarray([place.number], np.int32)
+        self._arena.reserve(first, -(-place.nbytes // _PIECE))
         return self._arena
 
     def on_host(self, tensor: torch.Tensor, aside: Aside) -> torch.Tensor:
