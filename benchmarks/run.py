@@ -15,6 +15,7 @@ from rich.table import Table
 from benchmarks.cases import (
     attention,
     block_manager,
+    block_moves,
     choices,
     copy_rerotate,
     decode_host,
@@ -77,6 +78,7 @@ CASES: dict[str, Case] = {
     "head_memory": head_memory.run,
     "page_choice": page_choice.run,
     "page_moves": page_moves.run,
+    "block_moves": block_moves.run,
     "packed_copies": packed_copies.run,
     "packed_decode": packed_decode.run,
     "packed_prefill": packed_prefill.run,
@@ -95,6 +97,7 @@ CASES: dict[str, Case] = {
     "speculation_text": speculation_text.run,
 }
 ON_A_GPU = {
+    "block_moves",
     "packed_copies",
     "packed_decode",
     "page_choice",

@@ -313,7 +313,7 @@ def _beside(rounds: int) -> list[Row]:
             with torch.cuda.stream(stream):
                 for name, carry in beside.items():
                     title = f"{computes} of {DECODED} layers{order} beside {name}"
-                    found.append(_slowed(title, graph, carry, rounds))
+                    found.append(slowed(title, graph, carry, rounds, 4 * MOVED))
     return found
 
 
@@ -343,8 +343,10 @@ class Layers:
                 _ = self._rows[weight.shape[0]] @ weight
 
 
-def _slowed(title: str, graph: Callable[[], Any], carry: Callable[[], Any], rounds: int) -> Row:
-    """What a graph takes while pages are carried, and alone."""
+def slowed(
+    title: str, graph: Callable[[], Any], carry: Callable[[], Any], rounds: int, nbytes: int
+) -> Row:
+    """What a graph takes while pages of so many bytes are carried, and alone."""
     alone, beside, moved = [], [], []
     side = torch.cuda.Stream(priority=0)
     for _ in range(rounds):
@@ -363,7 +365,7 @@ def _slowed(title: str, graph: Callable[[], Any], carry: Callable[[], Any], roun
         "alone ms": median(alone) * 1e3,
         "slower by": median(beside) / median(alone) - 1,
         "asked for": 0.03,
-        "carried GB/s": 4 * MOVED / median(moved) / 1e9,
+        "carried GB/s": nbytes / median(moved) / 1e9,
     }
     return Row(title, median(beside) * 1e3, "ms", None, of)
 

@@ -93,6 +93,7 @@ TITLES = {
     "runner_soak": "A mixed load on served runners for an hour: nothing held in quiet, flat memory",
     "zeroing": "Zeroing of what is freed: the same requests with it and without",
     "page_moves": "Chosen pages into slots, and pages between a GPU and pinned memory",
+    "block_moves": "Whole blocks between a GPU and pinned memory, beside a decode step",
     "cuda_ops": "Ops on CUDA beside their peers in the same process (above 1 ours is faster)",
     "counters": "Hardware counters (ncu, cold caches) of the kernels that miss a target there",
     "counters_packed": "The same of calls over packed pages",

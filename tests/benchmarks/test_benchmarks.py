@@ -102,7 +102,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "workflow",
     }
     on_gpu = {"packed_decode", "page_choice", "page_moves", "speculation", "ttft_heads"}
-    on_gpu |= {"packed_copies", "top_k_step", "top_k_step_half", "top_k_cadence"}
+    on_gpu |= {"block_moves", "packed_copies", "top_k_step", "top_k_step_half", "top_k_cadence"}
     assert set(CASES) == timed | host | on_gpu
 
 

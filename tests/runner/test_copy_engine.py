@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvweave.runner.tiers.copy_engine import NEVER, PIECES, PieceTiming, engine_from
+from kvweave.runner.kv.copy_engine import NEVER, PIECES, PieceTiming, engine_from
 
 
 def of_ratios(*ratios: float) -> list[PieceTiming]:

@@ -19,8 +19,8 @@ from kvweave import InvalidArgument, PoolFull, Unsupported, ops
 from kvweave.ops import RowPages
 from kvweave.runner import Runner, Sampling
 from kvweave.runner.kv.beside_host import NOT_BESIDE_HOST
+from kvweave.runner.kv.carry_pages import carry_by_host
 from kvweave.runner.kv.host_pages import HostPages
-from kvweave.runner.kv.host_pool import carry_by_host
 from ranked_pages import FULL, WINDOW, logits_of_steps, top_k
 
 

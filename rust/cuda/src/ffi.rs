@@ -6,6 +6,7 @@
 //! device's primary context current (`Context::enter`), the caller's context put back afterwards.
 
 use std::ffi::{CStr, CString, c_void};
+use std::ops::Range;
 use std::ptr;
 use std::sync::{Arc, OnceLock};
 
@@ -321,6 +322,25 @@ pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option
         let first = mapped(address)?;
         let end = mapped(last).unwrap_or(last);
         (end.checked_sub(first) == Some(last - address)).then_some(first)
+    };
+    context.enter_uncaptured(|| Ok(ends())).ok().flatten()
+}
+
+/// The memory that an address lies in, as it was allocated or pinned at once: its addresses. Nothing
+/// for memory that the driver does not know.
+pub(crate) fn memory_around(context: &Context, address: u64) -> Option<Range<u64>> {
+    use sys::CUpointer_attribute_enum as Attribute;
+    let told = |attribute| {
+        let mut found = 0u64;
+        // SAFETY: as in `reachable`; an address and a size are 8 bytes each.
+        let told =
+            unsafe { sys::cuPointerGetAttribute((&raw mut found).cast(), attribute, address) };
+        told.result().ok().map(|()| found)
+    };
+    let ends = || {
+        let begin = told(Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)?;
+        let size = told(Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE)?;
+        Some(begin..begin.checked_add(size)?).filter(|found| found.contains(&address))
     };
     context.enter_uncaptured(|| Ok(ends())).ok().flatten()
 }

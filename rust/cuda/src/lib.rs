@@ -32,6 +32,7 @@ mod pack_pages;
 mod paged;
 mod params;
 mod per_device;
+mod pinned_parts;
 mod recycle_pages;
 mod rotate_rows;
 mod rounds;

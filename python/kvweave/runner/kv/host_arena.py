@@ -86,6 +86,11 @@ class HostArena:
         self._go_ahead()
 
     @property
+    def first(self) -> torch.Tensor:
+        """What was reserved at once when it was made, in bytes."""
+        return self.pages.view(-1).view(torch.uint8)[: int(self._starts[1])]
+
+    @property
     def reserved(self) -> int:
         """Bytes that are memory."""
         return int(np.diff(self._starts)[self._there].sum())

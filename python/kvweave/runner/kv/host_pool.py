@@ -9,28 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from kvweave import ops
 from kvweave.arguments import whole
 from kvweave.cache import KvCache, KvShape
 from kvweave.errors import InvalidArgument, TransferFailed
 from kvweave.ops import RowPages, Table
 from kvweave.runner.kv.aside import Arrival, Aside
 from kvweave.runner.kv.beside_host import FREE_SHARE, HostMemory
+from kvweave.runner.kv.block_pages import carry_blocks
+from kvweave.runner.kv.carry_pages import Way, carry_pages
+from kvweave.runner.kv.copy_engine import NEVER, WAYS, measured
 from kvweave.runner.kv.host_arena import AHEAD_BYTES, HostArena
 from kvweave.runner.kv.page_budget import PageBudget, budgets_of
-from kvweave.runner.kv.tables import Int32, send
+from kvweave.runner.kv.tables import Int32
 from kvweave.runner.kv.transfers import MAY_PASS, Transfers
 from kvweave.spare_slots import slots_for
-
-Way = Literal["fetch", "spill"]
-
-_PAGES_AT_ONCE = 4096
-"""Pages that are copied at once where the host does it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,8 @@ class HostPool:
     too. `device` counts the pages of the arena; while less than `free_share` of them are free
     requests are spilled. `aside` makes copies that decoding does not wait for. `late` brings pages
     that a ranking has chosen, where rankings take effect late; None where a step waits for these.
-    `whole`: whether its request sits steps out until all of them have come.
+    `whole`: whether its request sits steps out until all of them have come. `engine_bytes`: blocks
+    of so many bytes are carried by a GPU's copy engine, each way, as was measured at first.
     Whatever the host itself asks for is tried again where it fails: `transfers` counts that.
     """
 
@@ -59,6 +57,7 @@ class HostPool:
     late: Aside | None = None
     whole: bool = False
     transfers: Transfers = field(default_factory=Transfers)
+    engine_bytes: Mapping[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, NEVER))
 
     @property
     def pages(self) -> torch.Tensor:
@@ -183,14 +182,14 @@ class HostPool:
         self, here: Int32, home: Int32, way: Way, arena: torch.Tensor, ranks: range
     ) -> None:
         rows = np.arange(len(ranks), dtype=np.int32)
-        pages = np.arange(len(here), dtype=np.int32)
-        moves = np.empty((len(rows) * len(pages), 3), np.int32)
-        moves[:, 0] = np.repeat(rows, len(pages))
-        moves[:, 1] = moves[:, 2] = np.tile(pages, len(rows))
-        count = np.asarray([len(moves)], np.int32)
-        sent = send(self.arena.device, moves, count, here[None], home[None])
-        slots, there = RowPages(arena, sent[2], len(rows)), self.at(sent[3], len(rows), ranks.start)
-        self.carry(sent[0], sent[1], slots, there, way)
+        carry_blocks(
+            (arena, rows, here),
+            (self.pages, rows + ranks.start, home),
+            way,
+            self.carry,
+            engine_bytes=self.engine_bytes[way],
+            scales=self.scales,
+        )
 
     def fetch(
         self, moves: Table, count: Table, slots: RowPages, home: RowPages, heads: int
@@ -241,74 +240,19 @@ class HostPool:
         self.late.reads(moves, count, *map(torch.as_tensor, (slots.blocks, home.blocks)))
         return arrival, failed
 
-    def carry(self, moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
+    def carry(
+        self,
+        moves: Table,
+        count: Table,
+        slots: RowPages,
+        home: RowPages,
+        way: Way,
+        *,
+        processors: int = 2,
+    ) -> None:
         """As `ops.move_pages`, also where the device does not read the host's memory."""
-        carry_pages(moves, count, slots, home, way, pinned=self.pinned)
-
-
-def carry_pages(
-    moves: Table,
-    count: Table,
-    slots: RowPages,
-    home: RowPages,
-    way: Way,
-    *,
-    pinned: bool,
-    processors: int = 2,
-) -> None:
-    """As `ops.move_pages`, by the device if it may read the host's memory, else by the host."""
-    if pinned or not torch.as_tensor(slots.data).is_cuda:
-        ops.move_pages(moves, count, slots, home, way=way, processors=processors)
-    else:
-        carry_by_host(moves, count, slots, home, way)
-
-
-def carry_by_host(moves: Table, count: Table, slots: RowPages, home: RowPages, way: Way) -> None:
-    """As `ops.move_pages`, between a device and memory that is not pinned: waits for the device."""
-    steps = torch.as_tensor(moves)[: int(count[0])].cpu().long()
-    row, page, slot = steps.unbind(1)
-
-    def places(side: RowPages, number: torch.Tensor) -> torch.Tensor:
-        blocks = torch.as_tensor(side.blocks).cpu()
-        return blocks[row // side.ranks, number] + row % side.ranks
-
-    here, there = places(slots, slot), places(home, page)
-    arena, memory = slots.data, home.data
-    assert isinstance(arena, torch.Tensor)
-    assert isinstance(memory, torch.Tensor)
-    for start in range(0, len(steps), _PAGES_AT_ONCE):
-        some = slice(start, start + _PAGES_AT_ONCE)
-        at = here[some].to(arena.device)
-        if home.scales is not None:
-            _carry_rounded(arena, at, home, there[some], way)
-        elif way == "fetch":
-            arena.index_copy_(0, at, memory[there[some]].to(arena.device))
-        else:
-            memory.index_copy_(0, there[some], arena.index_select(0, at).cpu())
-
-
-def _carry_rounded(
-    arena: torch.Tensor, at: torch.Tensor, home: RowPages, there: torch.Tensor, way: Way
-) -> None:
-    """As `carry_by_host` for pages that are kept as fp8: the device rounds and widens them."""
-    memory, scales = home.data, home.scales
-    assert isinstance(memory, torch.Tensor)
-    assert isinstance(scales, torch.Tensor)
-    numbers = torch.arange(len(at), dtype=torch.int32, device=arena.device)[None]
-    moves = torch.stack((0 * numbers[0], numbers[0], numbers[0]), 1)
-    number = there.to(scales.device)
-    # There is no taking of fp8 by an index everywhere: bytes are the same.
-    kept = memory.view(torch.uint8)
-    staged = torch.empty((len(at), *memory.shape[1:]), dtype=memory.dtype, device=arena.device)
-    of_staged = scales.index_select(0, number)
-    if way == "fetch":
-        staged.view(torch.uint8).copy_(kept.index_select(0, there))
-    beside = RowPages(staged, numbers, 1, of_staged)
-    count = torch.full_like(numbers[0, :1], len(at))
-    ops.move_pages(moves, count, RowPages(arena, at.int()[None]), beside, way=way)
-    if way == "spill":
-        kept.index_copy_(0, there, staged.view(torch.uint8).cpu())
-        scales.index_copy_(0, number, of_staged)
+        known = moves, count, slots, home
+        carry_pages(*known, way, pinned=self.pinned, processors=processors)
 
 
 def make_host_pools(
@@ -360,10 +304,14 @@ def _made(budget: PageBudget, device: KvCache, arena: torch.Tensor, asked: HostM
     scales = None
     if asked.dtype is not None:
         scales = torch.zeros((sizes[0], 2), dtype=torch.uint8, device=arena.device)
+    home = HostArena(sizes, dtype, arena.device, asked.ahead or 0)
+    engine_bytes: Mapping[Way, int] = dict.fromkeys(WAYS, NEVER)
+    if home.pinned and scales is None:
+        engine_bytes = measured(arena, home.first)
     return HostPool(
         budget,
         cache,
-        HostArena(sizes, dtype, arena.device, asked.ahead or 0),
+        home,
         arena,
         Aside(arena.device),
         device,
@@ -372,4 +320,5 @@ def _made(budget: PageBudget, device: KvCache, arena: torch.Tensor, asked: HostM
         mirrors=asked.copies == "mirror",
         late=Aside(arena.device) if asked.arrivals in ("late", "whole") else None,
         whole=asked.arrivals == "whole",
+        engine_bytes=engine_bytes,
     )

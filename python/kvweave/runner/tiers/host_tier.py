@@ -20,14 +20,14 @@ from kvweave.device_memory import arena_pages
 from kvweave.errors import InvalidArgument, PoolFull
 from kvweave.runner.clock import Clock
 from kvweave.runner.kv.aside import Arrival, Aside
+from kvweave.runner.kv.block_pages import carry_blocks
+from kvweave.runner.kv.carry_pages import Way, carry_pages
+from kvweave.runner.kv.copy_engine import NEVER, WAYS, measured
 from kvweave.runner.kv.exact_firsts import first_rooms
 from kvweave.runner.kv.host_pages import blocks_of
-from kvweave.runner.kv.host_pool import Way
 from kvweave.runner.kv.pinned import pin
 from kvweave.runner.kv.pool_bases import OWN_SHARE, BlockBases
 from kvweave.runner.kv.tables import Int32
-from kvweave.runner.tiers.block_pages import carry_blocks
-from kvweave.runner.tiers.copy_engine import NEVER, WAYS, measured
 from kvweave.runner.tiers.document import Document
 from kvweave.runner.tiers.document_form import DocumentForm
 
@@ -262,7 +262,7 @@ class HostTier:
                 (self._arena, on_device, blocks_of(request, group)),
                 (self.pages, at_home, home),
                 way,
-                pinned=self.pinned,
+                partial(carry_pages, pinned=self.pinned),
                 engine_bytes=self.engine_bytes[way],
             )
 

@@ -15,7 +15,8 @@ import torch
 
 from kvweave.cache import KvCache
 from kvweave.ops import RowPages
-from kvweave.runner.kv.host_pool import HostPool, carry_pages
+from kvweave.runner.kv.carry_pages import carry_pages
+from kvweave.runner.kv.host_pool import HostPool
 from kvweave.runner.kv.tables import Int32, send, send_index
 from kvweave.runner.tiers.host_tier import HostTier
 

@@ -14,8 +14,8 @@ from kvweave.adapters.vllm.virtual_pages.layout import PageLayout
 from kvweave.adapters.vllm.virtual_pages.page_memory import PageMemory
 from kvweave.ops import RowPages, Table
 from kvweave.runner.decode.slot_room import Failures, SlotRoom
+from kvweave.runner.kv.carry_pages import carry_pages
 from kvweave.runner.kv.host_arena import HostArena
-from kvweave.runner.kv.host_pool import carry_pages
 from kvweave.runner.kv.tables import send
 from kvweave.runner.kv.transfers import MAY_PASS, Transfers
 

@@ -17,7 +17,7 @@ import torch
 
 from kvweave import ops
 from kvweave.ops import RowPages
-from kvweave.runner.kv.host_pool import Way
+from kvweave.runner.kv.carry_pages import Way
 from kvweave.runner.kv.tables import send
 
 NEVER = 2**62
