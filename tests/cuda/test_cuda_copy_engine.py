@@ -59,7 +59,7 @@ def test_blocks_in_memory_that_was_pinned_in_parts_are_carried_whole(way: Way) -
     home.reserve(first, heads)
     slots = torch.randint(256, (count * heads, page), dtype=torch.uint8, device=device)
     if way == "fetch":
-        home.pages.copy_(slots)
+        home.pages.copy_(slots.cpu())
         wanted = slots.clone()
         slots.zero_()
     ranks = np.arange(heads, dtype=np.int32)
