@@ -37,9 +37,9 @@ from benchmarks.load import (
 )
 from benchmarks.vllm.found import say
 from benchmarks.vllm.kv_bytes import Watched, held_bytes
-from benchmarks.vllm.model import FAR, MAPPED, SEGMENTS, options_named, written
+from benchmarks.vllm.model import FAR, MAPPED, OFF, SEGMENTS, STOCK, options_named, written
 
-ENGINES = ("stock", "ours", "heads", "top_k", MAPPED, FAR)
+ENGINES = (STOCK, "ours", "heads", "top_k", MAPPED, FAR, OFF)
 MODES = ("eager", "graphs", "compiled")
 """How steps run: launch by launch, decode steps from graphs, or vLLM's default (torch.compile)."""
 DECODE_GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
@@ -369,6 +369,7 @@ def main(words: list[str]) -> int:
     if task.job == "capacity":
         # The scheduler is looked at: it must be in this process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_PLUGINS"] = "" if task.engine == STOCK else "kvweave"
     # A worker is told to pass prompts over by a function of ours.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = str(int(task.job == "decode"))
     with TemporaryDirectory() as folder:

@@ -37,8 +37,17 @@ import numpy.typing as npt
 from benchmarks.device.models import MODELS
 from benchmarks.vllm import device
 from benchmarks.vllm.found import Found
-from benchmarks.vllm.host_step_engine import OFF, PHASES, STOCK
-from benchmarks.vllm.model import MAPPED, PAGES, SEGMENTS, WINDOWS, with_windows, written
+from benchmarks.vllm.host_step_engine import PHASES
+from benchmarks.vllm.model import (
+    MAPPED,
+    OFF,
+    PAGES,
+    SEGMENTS,
+    STOCK,
+    WINDOWS,
+    with_windows,
+    written,
+)
 from kvweave.lab.bench.rows import Row
 
 CASE = "vllm_host_step"

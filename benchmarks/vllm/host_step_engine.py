@@ -25,10 +25,8 @@ from benchmarks.device.models import MODELS
 from benchmarks.vllm import device
 from benchmarks.vllm.engine import Requests, Task, skip_layers, started
 from benchmarks.vllm.found import say
-from benchmarks.vllm.model import WINDOWS
+from benchmarks.vllm.model import OFF, STOCK, WINDOWS
 
-OFF, STOCK = "off", "stock"
-"""vLLM with the plugin loaded and nothing asked of it, and vLLM that loads no plugin."""
 WITHOUT = (STOCK, WINDOWS)
 """Engines that load no plugin."""
 PHASES = ("schedule", "execute", "sample", "update", "forward")

@@ -10,6 +10,8 @@ from typing import Any
 from benchmarks.device.models import MODELS
 from kvweave.adapters.vllm.serving import engine_options
 
+OFF, STOCK = "off", "stock"
+"""vLLM with the plugin loaded and nothing asked of it, and vLLM that loads no plugin."""
 MAPPED, PACKED, FAR = "mapped", "packed", "far"
 """Engines with segments beside a head map, and in INT4 pages; one with pages in host memory."""
 WINDOWS, SEGMENTS, PAGES = "windows", "segments", "pages"
@@ -74,7 +76,7 @@ def options_named(
     `heads` is the map of those that have one, `store` the bytes of segments of those that do, and
     `host` those of the host's memory.
     """
-    if engine in ("stock", WINDOWS):
+    if engine in (STOCK, OFF, WINDOWS):
         return {}
     of_map, kept = {"heads": str(heads)}, {"segment_bytes": store}
     options: dict[str, dict[str, Any]] = {

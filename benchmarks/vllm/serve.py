@@ -1,12 +1,12 @@
 """vLLM with the plugin beside vLLM without it: `python -m benchmarks.vllm.serve [--json FILE]`.
 
 Random weights at a known shape, each engine in a process of its own. `stock` is vLLM as it is,
-`ours` its model on our attention backend, `heads` one with an eighth of global KV heads, and, where
-they are asked for, `top_k` one whose heads all read 64 pages in a decode step and `mapped` that of
-`heads` with a store of segments, an eighth of the KV memory, and `far` one of whose heads a quarter
-read all and the others 64 pages, which may lie in the host's memory. Results are printed as they
-come; FILE is a run for `python -m benchmarks.report.record FILE`, whose case follows from the mode
-and the jobs.
+`off` the same with the plugin loaded and nothing asked of it, `ours` its model on our attention
+backend, `heads` one with an eighth of global KV heads, and, where they are asked for, `top_k` one
+whose heads all read 64 pages in a decode step and `mapped` that of `heads` with a store of
+segments, an eighth of the KV memory, and `far` one of whose heads a quarter read all and the others
+64 pages, which may lie in the host's memory. Results are printed as they come; FILE is a run for
+`python -m benchmarks.report.record FILE`, whose case follows from the mode and the jobs.
 """
 
 from __future__ import annotations
