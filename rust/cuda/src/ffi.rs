@@ -326,8 +326,8 @@ pub(crate) fn reachable(context: &Context, address: u64, bytes: usize) -> Option
     context.enter_uncaptured(|| Ok(ends())).ok().flatten()
 }
 
-/// The memory that an address lies in, as it was allocated or pinned at once: its addresses. Nothing
-/// for memory that the driver does not know.
+/// The memory that an address lies in, as it was allocated or pinned at once: its addresses.
+/// Nothing for memory that the driver does not know.
 pub(crate) fn memory_around(context: &Context, address: u64) -> Option<Range<u64>> {
     use sys::CUpointer_attribute_enum as Attribute;
     let told = |attribute| {
