@@ -106,9 +106,8 @@ mod tests {
             let CopiedRows { source, target, width, rows, source_pitch, target_pitch } = *copy;
             (0..rows).flat_map(move |row| {
                 let (from, to) = (row * source_pitch, row * target_pitch);
-                (0..width).map(move |byte| {
-                    (source + (from + byte) as u64, target + (to + byte) as u64)
-                })
+                (0..width)
+                    .map(move |byte| (source + (from + byte) as u64, target + (to + byte) as u64))
             })
         };
         rows.iter().flat_map(each).collect()
