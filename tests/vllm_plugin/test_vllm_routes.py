@@ -73,6 +73,62 @@ def test_reuse_of_counted_segments_is_counted_too(path: str, body: Any, *, count
     assert server.ask("POST", path, body)[1] == server.response
 
 
+IDLE = {"kvweave": {"policy": "naive", "namespace": "a"}}
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/v1/chat/completions/render"])
+def test_chats_are_read_where_they_are_rendered_and_where_sagemaker_has_them(path: str) -> None:
+    server = Server()
+    assert server.ask("POST", path, chat(part(), **IDLE))[0] == 200
+    sent = json.loads(server.asked[0])
+    assert "kvweave" not in sent
+    assert json.loads(sent["vllm_xargs"]["kvweave"]) == {"segments": [], "namespace": "a"}
+    assert b"no effect" in server.headers[b"kvweave-warning"]
+    status, said = server.ask("POST", path, chat(part(kvweave={"name": 5})))
+    assert (status, said["error"]["param"]) == (400, "messages[0].content[0].kvweave.name")
+
+
+def test_what_is_only_rendered_says_nothing_of_reuse() -> None:
+    xargs = {"kvweave": json.dumps({"discover": True})}
+    for path, says in (("/invocations", True), ("/v1/completions/render", False)):
+        server = Server()
+        server.response = {"usage": PLAIN, "kv_transfer_params": {"kvweave": SAID}}
+        said = server.ask("POST", path, {"prompt": "p", "vllm_xargs": xargs})[1]
+        assert ("kvweave" in said) is says
+
+
+@pytest.mark.parametrize("path", ["/invocations", "/v1/completions/render"])
+def test_completions_have_no_messages_to_mark_anywhere(path: str) -> None:
+    status, said = Server().ask("POST", path, {"prompt": "p", "kvweave": {}})
+    assert status == 400
+    assert "kvweave: expected vllm_xargs.kvweave for prompts" in said["error"]["message"]
+
+
+def test_a_route_without_keys_is_read_without_one() -> None:
+    """vLLM wants none for `/invocations`: what is said there is heard, or refused."""
+    marked = chat(part(kvweave={"name": 5}))
+    server = Server(key="secret")
+    assert server.ask("POST", "/invocations", marked)[0] == 400
+    # Where it wants one it refuses the request itself.
+    assert server.ask("POST", "/v1/chat/completions", marked)[0] == 200
+    assert json.loads(server.asked[0]) == marked
+
+
+@pytest.mark.parametrize("path", ["/cohere/v2/chat", "/cohere/v2/chat/render"])
+def test_a_chat_whose_prompt_is_made_of_more_cannot_be_marked(path: str) -> None:
+    for body, where in (
+        (chat(part(cache_control=EPHEMERAL)), "messages[0].content[0]"),
+        (chat(part(), **IDLE), "kvweave"),
+    ):
+        status, said = Server().ask("POST", path, body)
+        assert (status, said["error"]["param"]) == (400, where)
+        assert "/v1/chat/completions for a marked chat" in said["error"]["message"]
+    server = Server()
+    xargs = {"kvweave": json.dumps({"segments": [[0, 4]]})}
+    assert server.ask("POST", path, chat(part(), vllm_xargs=xargs))[0] == 200
+    assert json.loads(server.asked[0])["vllm_xargs"] == xargs
+
+
 def test_completions_have_no_messages_to_mark() -> None:
     server = Server()
     status, said = server.ask("POST", "/v1/completions", {"prompt": "p", "kvweave": {}})

@@ -13,11 +13,13 @@ from urllib.request import urlopen
 import msgspec
 import openai
 import pytest
+import vllm
 import zmq
 from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
 from families import tiny
 from kvweave.adapters.vllm.segments.known_documents import document_hash
+from kvweave.adapters.vllm.versions import is_known
 from vllm_segments import SIZES, settings
 from vllm_server import (
     KEY,
@@ -75,6 +77,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         *("--structured-outputs-config", json.dumps(GRAMMAR)),
     ]
+    # 0.26 has the routes that render alone, and that compute tokens, without being asked.
+    if not is_known(vllm.__version__, ("0.26",)):
+        options.append("--enable-scale-out")
     log = folder / "log.txt"
     variables = {"KVWEAVE_SEGMENT_BYTES": "5", "KVWEAVE_TYPO": "1"}
     with served(folder, log, options, VLLM_LOGGING_LEVEL="INFO", **variables) as at:
@@ -271,25 +276,58 @@ def test_what_the_engine_would_pass_over_is_refused(server: Server) -> None:
 
 def test_what_comes_past_the_middleware_is_refused_by_the_engine(server: Server) -> None:
     """By a route that it does not read, whose arguments the engine hears all the same."""
-    route = f"{server.address}/invocations"
-    asked = {"model": NAME, "prompt": [5] * 9, "max_tokens": 2}
+    route = f"{server.address}/inference/v1/generate"
+
+    def generated(section: dict[str, Any]) -> tuple[int, Any]:
+        sampling = {"max_tokens": 2, "extra_args": {"kvweave": json.dumps(section)}}
+        asked = {"model": NAME, "token_ids": [5] * 9, "sampling_params": sampling}
+        return fetched(route, "POST", asked)
+
     deep = {"segments": [[0, 8]], "policy": {"name": "sparsex", "boundary": 99}}
     for section, says in (
         (deep, "kvweave.policy.boundary: expected layers of "),
         ({"policy": "naive"}, "kvweave.policy: expected segments or discover beside it"),
     ):
-        xargs = {"kvweave": json.dumps(section)}
-        status, said = fetched(route, "POST", {**asked, "vllm_xargs": xargs})
+        status, said = generated(section)
         assert (status, says in said["error"]["message"]) == (400, True), said
     for section in ({"segments": [[0, 8]], "policy": "naive"}, {"namespace": "acme"}):
-        xargs = {"kvweave": json.dumps(section)}
-        assert fetched(route, "POST", {**asked, "vllm_xargs": xargs})[0] == 200
+        assert generated(section)[0] == 200
     # Where the middleware warns the engine does not refuse.
     for extra in (
         {"kvweave": {"policy": "naive"}},
         {"vllm_xargs": {"kvweave": '{"policy": "naive"}'}},
     ):
         server.ask(user("a policy alone"), extra_body=extra)
+
+
+def test_a_chat_that_comes_as_sagemaker_has_it(server: Server) -> None:
+    text = document("sage")
+    asked = {"model": NAME, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    first = server.ask(user("here:", marked(text), "who?"))
+    moved = {**asked, "messages": [user("elsewhere, at last:", marked(text), "who?")]}
+    status, said = fetched(f"{server.address}/invocations", "POST", moved)
+    assert (status, said["kvweave"]["found"]["request"] > 32) == (200, True)
+    spared = said["kvweave"]["cached"] + said["kvweave"]["reused"] - said["kvweave"]["recomputed"]
+    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == spared
+    assert first["kvweave"]["missed"]
+
+
+def test_a_chat_that_one_server_renders_and_another_computes(server: Server) -> None:
+    """What is rendered has the spans of its marks, and the engine finds them."""
+    text = document("rendered")
+    server.ask(user("here:", marked(text, name="rendered"), "who?"))
+    asked = {"model": NAME, "max_tokens": 6, "temperature": 0}
+    chat = {**asked, "messages": [user("somewhere else:", marked(text), "who?")]}
+    status, made = fetched(f"{server.address}/v1/chat/completions/render", "POST", chat)
+    assert status == 200, made
+    section = json.loads(made["sampling_params"]["extra_args"]["kvweave"])
+    ((begin, end),) = section["segments"]
+    assert TOKENS.decode(made["token_ids"][begin:end]).strip() == text
+    name = 'hit_tokens_total{kind="request"}'
+    before = scraped(server.address)
+    status, said = fetched(f"{server.address}/inference/v1/generate", "POST", made)
+    assert (status, len(said["choices"][0]["token_ids"])) == (200, 6)
+    assert scraped(server.address)[name] - before.get(name, 0) > 32
 
 
 def test_several_chats_in_one_request(server: Server) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvweave.adapters.vllm import versions
 from kvweave.adapters.vllm.segments.markers import SECTION, Markers, markers_of
-from kvweave.adapters.vllm.server.chat_apis import CHAT, ChatApi
+from kvweave.adapters.vllm.server.chat_apis import CHAT, COHERE, ChatApi
 from kvweave.adapters.vllm.server.marks import XARGS, acting
 from kvweave.adapters.vllm.server.prompts import prompt_of
 from kvweave.adapters.vllm.server.renderings import completion_prompts
@@ -55,6 +55,9 @@ async def prompts_of(state: Any, api: ChatApi | None, body: dict[str, Any]) -> l
     """The prompts of a request whose tokens are known; none where vLLM refuses it."""
     if api is None:
         found = await _of_completion(state, body)
+    elif api == COHERE:
+        # vLLM alone knows what it makes of one.
+        found = []
     elif api.lists_chats:
         chats = [{**body, api.messages: chat} for chat in api.chats(body)]
         found = [await prompt_of(state, CHAT, chat) for chat in chats]

@@ -6,7 +6,8 @@
 | `/v1/messages` | the same, and `system[…]` |
 | `/v1/responses` | `input[…].content[…]` of type `input_text` |
 
-`/v1/chat/completions/batch` has chats that share all that is passed on, so a mark there is refused.
+`/v1/chat/completions/batch` has chats that share all that is passed on, so a mark there is refused,
+and so is one in `/cohere/v2/chat`, whose prompts are made of more than its messages.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class ChatApi:
 
     `text`: the type of a part that may be marked. `passes_over`: clients put `cache_control` on
     parts of other types too, where it is read and does nothing. `lists_chats`: `messages` is a list
-    of chats, each a list of messages.
+    of chats, each a list of messages. `instead`: what is expected of who marks something, where
+    that is refused.
     """
 
     path: str
@@ -37,6 +39,7 @@ class ChatApi:
     text: str = "text"
     passes_over: bool = False
     lists_chats: bool = False
+    instead: str = ""
 
     def contents(self, body: dict[str, Any]) -> Iterator[Steps]:
         """The lists of parts of a request."""
@@ -64,7 +67,14 @@ class ChatApi:
 CHAT = ChatApi("/v1/chat/completions")
 MESSAGES = ChatApi("/v1/messages", lists=("system",), passes_over=True)
 RESPONSES = ChatApi("/v1/responses", messages="input", text="input_text")
-BATCH = ChatApi("/v1/chat/completions/batch", lists_chats=True)
+BATCH = ChatApi(
+    "/v1/chat/completions/batch",
+    lists_chats=True,
+    instead=f"a request to {CHAT.path} for each marked chat, as chats here share arguments",
+)
+COHERE = ChatApi(
+    "/cohere/v2/chat", instead=f"a request to {CHAT.path} for a marked chat, as none is read here"
+)
 APIS = {api.path: api for api in (CHAT, MESSAGES, RESPONSES)}
 
 

@@ -79,7 +79,7 @@ class Marked:
 def read(body: dict[str, Any], api: ChatApi = CHAT) -> Marked:
     """Takes the marks out of a chat request; what else is wrong with it is left for vLLM to say.
 
-    Errors: `BadRequest` naming the field; any mark where a request has several chats.
+    Errors: `BadRequest` naming the field; any mark on a route that refuses them.
     """
     found = Marked({name: value for name, value in body.items() if name != SECTION}, api)
     _whole(found, SECTION, body.get(SECTION))
@@ -87,10 +87,9 @@ def read(body: dict[str, Any], api: ChatApi = CHAT) -> Marked:
         parts = at(found.body, steps)
         cleaned = [_part(found, (*steps, number), part) for number, part in enumerate(parts)]
         found.body = replaced(found.body, steps, cleaned)
-    if found.asks and api.lists_chats:
+    if found.asks and api.instead:
         here = found.marks[0].where if found.marks else SECTION
-        expected = f"a request to {CHAT.path} for each marked chat, as chats here share arguments"
-        raise BadRequest(here, expected, "several in one")
+        raise BadRequest(here, api.instead, "one")
     given = body.get(XARGS)
     if found.asks and given is not None and not isinstance(given, dict):
         raise BadRequest(XARGS, "an object", given)

@@ -18,19 +18,17 @@ from kvweave.adapters.vllm.server import (
     outcomes,
     prompts,
     replies,
+    routes,
 )
 from kvweave.adapters.vllm.server.arguments import (
-    COMPLETIONS,
     check_arguments,
     check_model,
     has_several,
     passed_on,
 )
-from kvweave.adapters.vllm.server.chat_apis import APIS, BATCH, ChatApi
 from kvweave.adapters.vllm.server.renderings import carrier
 from kvweave.errors import KvweaveError
 
-ROUTES: dict[str, ChatApi | None] = {**APIS, BATCH.path: BATCH, COMPLETIONS: None}
 IDLE = "kvweave: expected a marked part or discover beside it, got neither: it has no effect"
 MOST_BYTES = 256 * 2**20
 """Longest body that is read here."""
@@ -52,11 +50,14 @@ class SegmentMiddleware:
         """Serves one request."""
         path = _path(scope)
         own = knowledge.is_ours(path) or documents.is_ours(path)
-        ours = scope["type"] == "http" and (own or (path in ROUTES and scope["method"] == "POST"))
+        ours = scope["type"] == "http" and (
+            own or (routes.is_read(path) and scope["method"] == "POST")
+        )
         if scope["type"] == "http" and path == getattr(scope["app"], "openapi_url", None):
             openapi.describe(scope["app"])
         # vLLM's own check of keys comes after us, and only for its own routes.
-        admitted = ours and (scope["method"] != "OPTIONS") and _admitted(scope)
+        guarded = own or routes.is_guarded(path)
+        admitted = ours and scope["method"] != "OPTIONS" and (not guarded or _admitted(scope))
         if ours and own and scope["method"] != "OPTIONS" and not admitted:
             await replies.send_json(send, 401, replies.body(401, "expected an API key"))
             return
@@ -72,7 +73,7 @@ class SegmentMiddleware:
             if own:
                 await replies.send_json(send, *await _own(scope, path, data))
                 return
-            data, asks, warning = await _asked(scope["app"].state, ROUTES[path], data)
+            data, asks, warning = await _asked(scope["app"].state, path, data)
         except KvweaveError as error:
             await replies.send_json(send, *replies.refusal(error))
             return
@@ -91,11 +92,10 @@ async def _own(scope: Scope, path: str, data: bytes) -> tuple[int, dict[str, Any
     return await knowledge.call(state, method, path, scope.get("query_string", b""), data)
 
 
-async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, bool, str | None]:
-    """A request with its marks turned into an argument of vLLM's.
+async def _asked(state: Any, path: str, data: bytes) -> tuple[bytes, bool, str | None]:
+    """A request to a route that is read, with its marks turned into an argument of vLLM's.
 
-    Whether the response is to say what became of them, and what of them has no effect. `api` None:
-    a request whose client counts tokens itself.
+    Whether the response is to say what became of them, and what of them has no effect.
 
     Errors: `BadRequest` naming the field, and as `check_arguments`.
     """
@@ -107,6 +107,7 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
         return data, False, None
     if not isinstance(given, dict):
         return data, False, None
+    api, is_computed = routes.api_of(path, given), routes.is_computed(path)
     marked = None if api is None else marks.read(given, api)
     if marked is None or not marked.asks:
         body = given if marked is None else marked.body
@@ -115,12 +116,14 @@ async def _asked(state: Any, api: ChatApi | None, data: bytes) -> tuple[bytes, b
         body = passed_on(body) if idle else body
         # Of several prompts vLLM says of the first what became of it, and their tokens together.
         asks = markers is not None and (api is not None or not has_several(body))
-        return (json.dumps(body).encode() if body != given else data), asks, _warned(idle)
+        data = json.dumps(body).encode() if body != given else data
+        return data, asks and is_computed, _warned(idle)
     check_model(state, parse(marked.whole))
     spans = await prompts.segments(state, marked)
     # What vLLM refuses goes on without marks: it says best what is wrong.
     asked = marked.body if spans is None else marked.arguments(spans, carrier(marked.api))
-    return json.dumps(asked).encode(), spans is not None, _warned(marked.is_idle)
+    asks = spans is not None and is_computed
+    return json.dumps(asked).encode(), asks, _warned(marked.is_idle)
 
 
 def _warned(is_idle: bool) -> str | None:
