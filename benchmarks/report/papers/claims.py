@@ -144,6 +144,19 @@ def stable(*keys: Any, of: str = "smollm2-1024") -> Figure:
     return found
 
 
+def shared_by_tasks(model: str) -> Figure:
+    """The share of a model's unstable heads that two tasks have in common, over all pairs."""
+
+    def found(_: Runs) -> Measured:
+        path = RECORDS / "heads" / f"{model}-stability-2048.json"
+        document = json.loads(path.read_text())
+        shared = document["shared_by_tasks"]
+        pairs = [share for at, row in enumerate(shared) for share in row[:at]]
+        return Measured(figure(sum(pairs) / len(pairs)), f"two cores, {document['date']}", path)
+
+    return found
+
+
 def mapped(model: str, *keys: str) -> Figure:
     """A figure of a head map's evidence."""
 
