@@ -103,6 +103,8 @@ def test_a_recorded_map_is_served_on_its_models_weights(real: Real, tmp_path: Pa
             room.append(cache.kv_cache_max_concurrency)
             found.append(answers(llm, given, COUNT))
         clean()
+    # pytest would keep gigabytes of it.
+    (tmp_path / "model.safetensors").unlink()
     mapped, stock = found
     same(mapped, wanted, 1e-4)
     for under, without in zip(mapped[:2], stock[:2], strict=True):
