@@ -29,6 +29,7 @@ from kvweave._native_ops import move_fp8_pages as move_fp8_pages
 from kvweave._native_ops import move_fp8_pages_cuda as move_fp8_pages_cuda
 from kvweave._native_ops import move_pages as move_pages
 from kvweave._native_ops import move_pages_cuda as move_pages_cuda
+from kvweave._native_ops import pack_losses as pack_losses
 from kvweave._native_ops import pack_pages as pack_pages
 from kvweave._native_ops import pack_pages_cuda as pack_pages_cuda
 from kvweave._native_ops import recycle_pages as recycle_pages
@@ -498,3 +499,4 @@ class VirtualPages:
     def check(self) -> None: ...
 
 def cuda_status() -> str: ...
+def stand_back() -> None: ...

@@ -216,6 +216,18 @@ def move_pages_cuda(
     processors: int,
     stream: int,
 ) -> None: ...
+def pack_losses(
+    cache: _Array,
+    format: PackedFormat,
+    packs: _Array,
+    pages: int,
+    ranks: _Array,
+    basis: _Array | None,
+    roots: _Array | None,
+    left_out: int,
+    packed: _Array | None,
+    reference: bool,
+) -> npt.NDArray[np.float64]: ...
 def pack_pages(
     cache: _Array,
     packed: _Array,

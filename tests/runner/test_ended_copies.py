@@ -33,7 +33,7 @@ def test_texts_that_end_early_have_no_memory_while_the_thread_is_behind(
     packing = Packing("int4", strategy=Strategy(0.3), segment_tokens=SEGMENT, copy_bytes=one)
     runner, copies, measured = runner_of(packing), [], []
     final = runner._prefiller.final_packing
-    take, packed_part = TextCopy.take, final_packing.packed_part
+    take, part_losses = TextCopy.take, final_packing.part_losses
 
     def taken(copy: TextCopy, part: Part, *given: Any) -> None:
         copies.append(weakref.ref(part.cache))
@@ -41,10 +41,10 @@ def test_texts_that_end_early_have_no_memory_while_the_thread_is_behind(
 
     def counted(*given: Any) -> Any:
         measured.append(given)
-        return packed_part(*given)
+        return part_losses(*given)
 
     monkeypatch.setattr(TextCopy, "take", taken)
-    monkeypatch.setattr(final_packing, "packed_part", counted)
+    monkeypatch.setattr(final_packing, "part_losses", counted)
     go = threading.Event()
     final.worker.submit(_Waiting(go))
     for number in range(12):

@@ -81,50 +81,64 @@ def test_pages_of_any_dtype_are_zero_and_outlive_their_arena() -> None:
         assert float(pages.sum()) == 2 * 64
 
 
-class NoMemory(mmap.mmap):
-    """Addresses that there is memory behind for `left` chunks only."""
+class Chunks:
+    """In place of `host_arena._advise`: there is memory for `left` chunks only."""
 
-    left = 1
-    error = errno.ENOMEM
+    def __init__(self, left: int, error: int = errno.ENOMEM) -> None:
+        self.left, self.error = left, error
 
-    def madvise(self, *_given: int) -> None:
+    def __call__(self, *_given: int) -> int:
         self.left -= 1
-        if self.left < 0:
-            raise OSError(self.error, os.strerror(self.error))
-
-
-def addresses(left: int, error: int = errno.ENOMEM) -> Any:
-    """In place of `host_arena._addresses`."""
-
-    def made(size: int) -> mmap.mmap:
-        memory = NoMemory(-1, size)
-        memory.left, memory.error = left, error
-        return memory
-
-    return made
+        return 0 if self.left >= 0 else self.error
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_memory_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_arena, "_addresses", addresses(2))
+    chunks = Chunks(2)
+    monkeypatch.setattr(host_arena, "_advise", chunks)
     arena = arena_of(50)
     arena.reserve(np.asarray([9], np.int32), 1)
     for _ in range(2):
         with pytest.raises(OutOfMemory, match="host memory: expected 4096 bytes more of the host"):
             arena.reserve(np.asarray([21], np.int32), 1)
     assert arena.reserved == 2 * CHUNK
-    memory: Any = arena._memory
-    memory.left = 1
+    chunks.left = 1
     arena.reserve(np.asarray([21], np.int32), 1)
     assert arena.reserved == 3 * CHUNK
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_a_system_that_touches_no_memory_before_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_arena, "_addresses", addresses(0, errno.EINVAL))
+    monkeypatch.setattr(host_arena, "_advise", Chunks(0, errno.EINVAL))
     arena = arena_of(50)
     arena.reserve(np.asarray([21], np.int32), 1)
     assert arena.reserved == 2 * CHUNK
+
+
+def test_memory_is_touched_when_it_is_reserved() -> None:
+    """A page is nobody's before, and is there behind it, without having been written."""
+    memory = host_arena._addresses(2 * CHUNK)
+    held = np.frombuffer(memory, np.uint8)
+    assert host_arena._advise(held.ctypes.data, CHUNK, host_arena._POPULATE_WRITE) in (
+        0,
+        errno.EINVAL,
+    )
+    assert host_arena._advise(held.ctypes.data + 1, CHUNK, 0) == errno.EINVAL
+    assert host_arena._advise(0, CHUNK, host_arena._POPULATE_WRITE) in (errno.ENOMEM, errno.EINVAL)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what is there")
+def test_what_is_reserved_is_there() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before, size = resident(), host_arena.CHUNK_BYTES
+    arena = HostArena((8, size), torch.uint8, CPU)
+    one = resident() - before
+    arena.reserve(np.asarray([3], np.int32), 2)
+    more = resident() - before - one
+    assert one > size // 2
+    assert more > 3 * size // 2
 
 
 @pytest.mark.parametrize("size", [1 << 60, 1 << 63])
@@ -259,7 +273,8 @@ def test_all_of_it_comes_while_others_ask_for_some() -> None:
 def test_what_there_is_no_memory_for_ahead_is_left_to_who_needs_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_arena, "_addresses", addresses(2))
+    chunks = Chunks(2)
+    monkeypatch.setattr(host_arena, "_advise", chunks)
     with caplog.at_level(logging.WARNING):
         arena = HostArena((50, PAGE_BYTES), torch.uint8, CPU, ahead=50 * PAGE_BYTES)
         arena.wait()
@@ -267,8 +282,7 @@ def test_what_there_is_no_memory_for_ahead_is_left_to_who_needs_it(
     assert [r.message for r in caplog.records if "no more is reserved ahead" in r.message]
     with pytest.raises(OutOfMemory, match="host memory"):
         arena.reserve(np.asarray([21], np.int32), 1)
-    memory: Any = arena._memory
-    memory.left = 1
+    chunks.left = 1
     arena.reserve(np.asarray([21], np.int32), 1)
     arena.wait()
     assert arena.reserved == 3 * CHUNK
@@ -454,7 +468,7 @@ def test_memory_that_is_refused_while_requests_decode_stops_nobody(
     ask: dict[str, Any] = {"max_new_tokens": 30, "stop": (), "remember": False}
     resident = host_runner(llama, [top_k(4, 4)], None)
     wanted = [resident.generate(p, "full", **ask).tokens for p in prompts]
-    monkeypatch.setattr(host_arena, "_addresses", addresses(chunks))
+    monkeypatch.setattr(host_arena, "_advise", Chunks(chunks))
     runner = host_runner(llama, [top_k(4, 4)])
     engine = runner.engine()
     asked = [engine.submit(p, "full", **ask) for p in prompts]

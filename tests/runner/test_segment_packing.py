@@ -212,7 +212,7 @@ def test_a_worker_that_dies_leaves_the_first_packing(
     def fails(*_given: Any) -> None:
         raise RuntimeError("no memory for eigenvectors")
 
-    of = (final_packing, "packed_part") if where == "measured" else (strategies, "ChosenFormats")
+    of = (final_packing, "part_losses") if where == "measured" else (strategies, "ChosenFormats")
     monkeypatch.setattr(*of, fails)
     tokens = random_tokens(PROMPT, 5)
     runner, plain = runner_of(model), packed_runner(model, max_tokens=8192, chunk_tokens=400)

@@ -37,6 +37,7 @@ from kvweave.ops.estimate_pages import estimate_pages
 from kvweave.ops.gather_entries import KeptPages, gather_entries
 from kvweave.ops.merge_states import merge_states
 from kvweave.ops.move_pages import RowPages, move_pages
+from kvweave.ops.pack_losses import pack_losses
 from kvweave.ops.pack_pages import pack_pages, unpack_pages
 from kvweave.ops.packed_kv import PackedBases, PackedKv, PackedPages, packed_format
 from kvweave.ops.page_means import PageMeans, ReadEntries
@@ -88,6 +89,7 @@ __all__ = [
     "gather_entries",
     "merge_states",
     "move_pages",
+    "pack_losses",
     "pack_pages",
     "packed_format",
     "recycle_pages",

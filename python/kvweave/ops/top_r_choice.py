@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvweave._native import PackedFormat
 from kvweave.ops.dispatch import Table, counted, invalid
-from kvweave.ops.pack_pages import pack_pages, unpack_pages
-from kvweave.ops.packed_kv import PackedPages
+from kvweave.ops.pack_losses import pack_losses
 
 
 def top_r_candidates(
@@ -59,18 +56,10 @@ def top_r_losses(
     # Errors
     `InvalidArgument` as `pack_pages`.
     """
-    sources = np.array(packs, np.int32)
-    if sources.ndim != 2 or sources.shape[1] < 3:
-        raise invalid("packs", "rows of a packed block, tokens and blocks", str(sources.shape))
-    sources[:, 0] = 1 + counted("pages", pages) * np.arange(len(sources))
-    losses = torch.zeros(len(formats), pages, 2, dtype=torch.float64)
+    losses = torch.zeros(len(formats), counted("pages", pages), 2, dtype=torch.float64)
     for loss, of in zip(losses, formats, strict=True):
-        bases = basis[None, ..., : of.channels + 1, :].contiguous()
-        packed = PackedPages.zeros(1 + pages * len(sources), of, bases=bases)
-        pack_pages(cache, packed, sources, pages=pages)
-        back = torch.zeros_like(cache)
-        unpack_pages(packed, back, sources, pages=pages)
-        lost, size = lost_of(cache, back, sources, pages)
+        within = basis[..., : of.channels + 1, :].contiguous()
+        lost, size = pack_losses(cache, packs, of, pages=pages, basis=within)
         loss.copy_(torch.where(lost == 0.0, 0.0, lost / size))
     return losses
 
@@ -105,32 +94,3 @@ def choose_top_r(
 def _size(of: PackedFormat) -> tuple[int, ...]:
     """By bytes; of as many bytes that format first which can only lose less."""
     return of.page_bytes, -of.kept, of.group, -of.channels
-
-
-def lost_of(
-    cache: torch.Tensor,
-    back: torch.Tensor,
-    sources: npt.NDArray[np.int32],
-    pages: int,
-    roots: torch.Tensor | None = None,
-    left_out: int = 0,
-) -> torch.Tensor:
-    """Σ |x − x̂|² and Σ |x|² over the tokens that `sources` names as packs, f64 [2, pages, 2].
-
-    `roots` f64 [pages, D, D]: errors of keys are multiplied by them first, as roots of a metric.
-    So many tokens at the beginning of the first pack count for nothing.
-    """
-    slots = cache.shape[2]
-    lost, size = total = torch.zeros(2, pages, 2, dtype=torch.float64)
-    for number, (tokens, *blocks) in enumerate(sources[:, 1:].tolist()):
-        skipped = 0 if number else left_out
-        for first, block in zip(range(0, tokens, slots), blocks, strict=False):
-            some = slice(max(0, skipped - first), tokens - first)
-            at = slice(block, block + pages), slice(None), some
-            exact = cache[at].double()
-            error = back[at].double() - exact
-            if roots is not None:
-                error[:, 0] = error[:, 0] @ roots
-            lost += error.square().sum((2, 3))
-            size += exact.square().sum((2, 3))
-    return total

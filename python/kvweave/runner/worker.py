@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import heapq
 import threading
+from contextlib import suppress
 
+from kvweave import _native
 from kvweave.errors import KvweaveError
 
 AT_EXIT_S = 30.0
@@ -37,13 +39,16 @@ class Worker:
 
     Where nobody closes it the end of the interpreter does: a thread that were in native code then
     would end the whole process when it came back.
+
+    `stands_back`: native work of the thread keeps half of the processors free, and gives way on the
+    others (`_native.stand_back`).
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, stands_back: bool = False) -> None:
         self.changed = threading.Condition()
         # What follows is read and written by whoever has `changed`.
         self.running: Job | None = None
-        self._name = name
+        self._name, self._stands_back = name, stands_back
         self._waiting: list[tuple[tuple[int, ...], int, Job]] = []
         self._submitted = 0
         # How many are telling jobs that nobody will do them: a job has ended when it knows.
@@ -140,6 +145,10 @@ class Worker:
             return None
 
     def _work(self) -> None:
+        if self._stands_back:
+            # Where no more threads are to be had the work is done as everybody's.
+            with suppress(KvweaveError):
+                _native.stand_back()
         try:
             while (job := self._next()) is not None:
                 self._do(job)

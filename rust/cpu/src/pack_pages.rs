@@ -38,15 +38,8 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
             // one task.
             let target = unsafe { packed.piece((pack.block + page) * bytes, bytes) };
             let held = pack.tokens * dim;
-            target.fill(0);
-            if let Some(bases) = packs.bases {
-                let at = (&format, pack.block, page);
-                packer.pack(&bases, at, (Side::Keys, &keys[..held]), target);
-                packer.pack(&bases, at, (Side::Values, &values[..held]), target);
-                return;
-            }
-            dispatch(PackKeys { format: &format, keys: &keys[..held], page: &mut *target });
-            dispatch(PackValues { format: &format, values: &values[..held], page: target });
+            let at = (&format, packs.bases, (pack.block, page));
+            pack_page(at, [&keys[..held], &values[..held]], packer, target);
         },
     );
     Ok(())
@@ -68,16 +61,16 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
         |(keys, values), &(pack, page)| {
             let source = &packed[(pack.block + page) * bytes..][..bytes];
             let held = pack.tokens * dim;
-            if let Some(bases) = packs.bases {
-                let at = (&format, pack.block, page);
-                let convert = if in_basis { numbers_in_basis } else { unpack_in_basis };
-                convert(&bases, at, Side::Keys, source, &mut keys[..held]);
-                convert(&bases, at, Side::Values, source, &mut values[..held]);
-            } else {
-                let (page, slots) = (PackedPage::new(&format, source), 0..pack.tokens);
-                let (keys, values) = (&mut keys[..held], &mut values[..held]);
-                dispatch(PackedKeys { page, slots: slots.clone(), rows: keys });
-                dispatch(PackedValues { page, slots, rows: values, width: dim });
+            let (of_keys, of_values) = (&mut keys[..held], &mut values[..held]);
+            match packs.bases {
+                Some(bases) if in_basis => {
+                    let at = (&format, pack.block, page);
+                    numbers_in_basis(&bases, at, Side::Keys, source, of_keys);
+                    numbers_in_basis(&bases, at, Side::Values, source, of_values);
+                }
+                bases => {
+                    unpack_page((&format, bases, (pack.block, page)), source, [of_keys, of_values]);
+                }
             }
             for (first, tokens, block) in parts_of(&packs, pack) {
                 let (from, len) = (first * dim, tokens * dim);
@@ -94,9 +87,46 @@ pub fn unpack_pages<C: Element>(params: UnpackPages<'_, C>) -> Result<(), OpErro
     Ok(())
 }
 
+/// A page of a block, and the bases that it may be packed in.
+pub(crate) type PageOf<'a> = (&'a PackedFormat, Option<Bases<'a>>, (usize, usize));
+
+/// Packs keys and values [tokens, D] into a page.
+pub(crate) fn pack_page(
+    (format, bases, (block, page)): PageOf<'_>,
+    [keys, values]: [&[f32]; 2],
+    packer: &mut BasisPacker,
+    bytes: &mut [u8],
+) {
+    bytes.fill(0);
+    let Some(bases) = bases else {
+        dispatch(PackKeys { format, keys, page: &mut *bytes });
+        dispatch(PackValues { format, values, page: bytes });
+        return;
+    };
+    packer.pack(&bases, (format, block, page), (Side::Keys, keys), bytes);
+    packer.pack(&bases, (format, block, page), (Side::Values, values), bytes);
+}
+
+/// What a page stands for, into keys and values [tokens, D].
+pub(crate) fn unpack_page(
+    (format, bases, (block, page)): PageOf<'_>,
+    bytes: &[u8],
+    [keys, values]: [&mut [f32]; 2],
+) {
+    let dim = format.head_dim();
+    let Some(bases) = bases else {
+        let (page, slots) = (PackedPage::new(format, bytes), 0..keys.len() / dim);
+        dispatch(PackedKeys { page, slots: slots.clone(), rows: keys });
+        dispatch(PackedValues { page, slots, rows: values, width: dim });
+        return;
+    };
+    unpack_in_basis(&bases, (format, block, page), Side::Keys, bytes, keys);
+    unpack_in_basis(&bases, (format, block, page), Side::Values, bytes, values);
+}
+
 /// Packs vectors in bases; room that this takes is used again for every page of a task.
 #[derive(Default)]
-struct BasisPacker {
+pub(crate) struct BasisPacker {
     top_r: top_r_page::Packer,
     measures: BasisNumbers,
 }
@@ -168,7 +198,7 @@ fn parts_of<'a>(
 }
 
 /// Keys and values of a page's tokens, widened.
-fn load<C: Element>(
+pub(crate) fn load<C: Element>(
     cache: &[C],
     packs: &Packs<'_>,
     (pack, page): (Pack<'_>, usize),

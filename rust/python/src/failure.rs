@@ -11,6 +11,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyModule};
 
+use crate::background::in_place;
+
 /// A refusal on its way to Python: the class of `kvweave.errors`, and the three parts of its text.
 #[derive(Debug)]
 pub struct Failure {
@@ -148,9 +150,8 @@ pub fn call_core<T: Send, E: Into<Failure>>(
     work: impl FnOnce() -> Result<T, E> + Send,
 ) -> PyResult<T> {
     let outcome = py.detach(|| {
-        catch_unwind(AssertUnwindSafe(work))
-            .map_err(|panic| defect(&*panic))
-            .and_then(|result| result.map_err(Into::into))
+        catch_unwind(AssertUnwindSafe(|| in_place(|| work().map_err(Into::into))))
+            .unwrap_or_else(|panic| Err(defect(&*panic)))
     });
     outcome.map_err(|failure| failure.raise(py))
 }

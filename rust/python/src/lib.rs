@@ -2,6 +2,7 @@
 
 mod arena;
 mod arguments;
+mod background;
 mod cache;
 mod choices;
 mod cost_order;
@@ -42,6 +43,8 @@ mod _native {
     #[pymodule_export]
     use super::arena::Arena;
     #[pymodule_export]
+    use super::background::stand_back;
+    #[pymodule_export]
     use super::cache::KvCache;
     #[pymodule_export]
     use super::cost_order::CostOrder;
@@ -69,6 +72,8 @@ mod _native {
     use super::ops::cpu::move_fp8_pages::move_fp8_pages;
     #[pymodule_export]
     use super::ops::cpu::move_pages::move_pages;
+    #[pymodule_export]
+    use super::ops::cpu::pack_losses::pack_losses;
     #[pymodule_export]
     use super::ops::cpu::pack_pages::{pack_pages, unpack_pages};
     #[pymodule_export]

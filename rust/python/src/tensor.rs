@@ -272,7 +272,7 @@ macro_rules! stored {
 }
 
 stored!(f32 => F32, bf16 => Bf16, f16 => F16, Fp8E4m3 => Fp8E4m3);
-stored!(i32 => I32, i64 => I64, u32 => U32, u8 => U8);
+stored!(i32 => I32, i64 => I64, u32 => U32, u8 => U8, f64 => F64);
 
 /// An element type that a KV cache may hold.
 pub trait KvElement: Element + Stored {}

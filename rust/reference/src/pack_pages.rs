@@ -27,22 +27,34 @@ pub fn pack_pages<C: Element>(params: PackPages<'_, C>) -> Result<(), OpError> {
                 cache[first(token) + geometry.value_offset + channel].to_f32()
             };
             let target = &mut packed[(pack.block + page) * bytes..][..bytes];
-            target.fill(0);
-            if let Some(bases) = packs.bases {
-                for token in 0..pack.tokens {
-                    let at = (pack.block, page, token);
-                    let key: Vec<f32> = (0..format.head_dim()).map(|c| key(token, c)).collect();
-                    pack_vector(&format, &bases, at, (Side::Keys, &key), target);
-                    let value: Vec<f32> = (0..format.head_dim()).map(|c| value(token, c)).collect();
-                    pack_vector(&format, &bases, at, (Side::Values, &value), target);
-                }
-                continue;
-            }
-            pack_keys(&format, pack.tokens, key, target);
-            pack_values(&format, pack.tokens, value, target);
+            let at = (pack.block, page);
+            pack_page(&format, packs.bases, at, (pack.tokens, key, value), target);
         }
     }
     Ok(())
+}
+
+/// Packs so many tokens' numbers, by token and channel, into a page of a block.
+pub(crate) fn pack_page(
+    format: &PackedFormat,
+    bases: Option<Bases<'_>>,
+    (block, rank): (usize, usize),
+    (tokens, key, value): (usize, impl Fn(usize, usize) -> f32, impl Fn(usize, usize) -> f32),
+    page: &mut [u8],
+) {
+    page.fill(0);
+    let Some(bases) = bases else {
+        pack_keys(format, tokens, key, page);
+        pack_values(format, tokens, value, page);
+        return;
+    };
+    for token in 0..tokens {
+        let at = (block, rank, token);
+        let key: Vec<f32> = (0..format.head_dim()).map(|c| key(token, c)).collect();
+        pack_vector(format, &bases, at, (Side::Keys, &key), page);
+        let value: Vec<f32> = (0..format.head_dim()).map(|c| value(token, c)).collect();
+        pack_vector(format, &bases, at, (Side::Values, &value), page);
+    }
 }
 
 /// See [`UnpackPages`].

@@ -55,6 +55,18 @@ class Aside:
             made = self.stream.record_event(event(enable_timing=True))
             return Arrival(made, self.stream.device)
 
+    def made(self, work: Callable[[], object]) -> None:
+        """Does something aside, and returns when the device has done it.
+
+        For a thread that waits for it while others go on; there is something aside.
+        """
+        assert self.stream is not None
+        event: Any = torch.cuda.Event
+        with torch.cuda.stream(self.stream):
+            work()
+            made = self.stream.record_event(event(blocking=True))
+        made.synchronize()
+
     def follow(self) -> None:
         """Has what is done aside from now on come behind all that the current stream has to do."""
         if self.stream is not None:

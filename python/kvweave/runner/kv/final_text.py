@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,11 @@ class FormatData:
     def sizes(self) -> tuple[Size, ...]:
         """What it takes beside a pool."""
         return sizes_of(self.format, len(self.ranks), len(self.data))
+
+    def sent(self, send: Callable[[torch.Tensor], torch.Tensor]) -> FormatData:
+        """The same with its tensors where `send` has them."""
+        basis = None if self.basis is None else send(self.basis)
+        return replace(self, data=send(self.data), basis=basis)
 
 
 @dataclass(frozen=True, eq=False)

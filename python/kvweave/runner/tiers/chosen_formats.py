@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,11 +19,10 @@ from kvweave.runner.kv.final_text import FormatData
 from kvweave.runner.tiers.packed_losses import (
     Part,
     most_lost,
-    of_ranks,
-    packed_part,
     relative,
     sampled,
     share,
+    text_losses,
 )
 
 
@@ -56,17 +56,16 @@ class ChosenFormats:
         widest = max(candidates, key=lambda of: (of.channels, of.page_bytes))
         self._basis, self.chosen = self._best(widest, bases, some)
         self._losses = torch.stack([self._lost(of, self._basis, some) for of in self._formats])
-        # Of each page its format, and Σ |x − x̂|² and Σ |x|² of keys and values.
-        of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]] = {}
+        of_each: dict[int, _Packed] = {}
         left = list(range(pages))
         while left:
             left = self._pack(left, of_each)
         self.made = self._by_format(of_each)
-        sums = torch.stack([of_each[rank][2] for rank in range(pages)], 1)
+        sums = torch.stack([of_each[rank].sums for rank in range(pages)], 1)
         self.lost = relative(*sums)
         self.most_lost = most_lost(*sums)
         self.over_bound = int((~(share(*sums).amax(-1) <= bound)).sum())
-        names = (PageFormat.of(of_each[rank][0]).name for rank in range(pages))
+        names = (PageFormat.of(of_each[rank].format).name for rank in range(pages))
         self.formats = dict(Counter(names))
 
     @property
@@ -94,52 +93,64 @@ class ChosenFormats:
     def _lost(self, of: ops.PackedFormat, basis: torch.Tensor, parts: list[Part]) -> torch.Tensor:
         """The share of Σ |x|² that each page's keys and values lose in a format, [pages, 2]."""
         known = None if of.basis_rows is None else _within(basis, of)
-        sums = [packed_part(of, self._pages, known, part)[1] for part in parts]
-        return share(*torch.stack(sums).sum(0))
+        return share(*text_losses(of, self._pages, known, parts))
 
-    def _pack(
-        self,
-        ranks: list[int],
-        of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]],
-    ) -> list[int]:
+    def _pack(self, ranks: list[int], of_each: dict[int, _Packed]) -> list[int]:
         """Packs pages of some ranks; those are returned that lose more than their sample did."""
+        losses = self._losses[:, ranks]
+        chosen = ops.choose_top_r(losses, self._formats, self._bound)
+        most = losses.amax(-1).T.tolist()
         wanted: dict[ops.PackedFormat, list[int]] = {}
-        for rank in ranks:
-            losses = self._losses[:, rank : rank + 1]
-            (of,) = ops.choose_top_r(losses, self._formats, self._bound)
-            least = losses[self._formats.index(of)].max()
+        for rank, of, lost in zip(ranks, chosen, most, strict=True):
+            least = lost[self._formats.index(of)]
             wanted.setdefault(of if least <= self._bound else self._fallback, []).append(rank)
         left = []
         for of, some in wanted.items():
             data, sums = self._packed(of, some)
+            lost = share(*sums)
+            within = (lost.amax(-1) <= self._bound).tolist()
             for at, rank in enumerate(some):
-                of_each[rank] = of, data[:, at], sums[:, at]
-                lost = share(*sums[:, at])
-                if of != self._fallback and not lost.max() <= self._bound:
-                    self._losses[self._formats.index(of), rank] = lost
+                of_each[rank] = _Packed(of, data, at, sums[:, at])
+                if of != self._fallback and not within[at]:
+                    self._losses[self._formats.index(of), rank] = lost[at]
                     left.append(rank)
         return left
 
     def _packed(self, of: ops.PackedFormat, ranks: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pages of some ranks of the whole text u8 [blocks, K, bytes], and sums f64 [2, K, 2]."""
         basis = None if of.basis_rows is None else _within(self._basis[ranks], of)
-        data, sums = [], torch.zeros(2, len(ranks), 2, dtype=torch.float64)
-        for part in self._parts:
-            packed, lost = packed_part(of, len(ranks), basis, of_ranks(part, self._pages, ranks))
-            data.append(packed.data[1:].view(-1, len(ranks), of.page_bytes))
-            sums += lost
-        return torch.cat(data), sums
+        blocks = sum(len(part.packs) for part in self._parts)
+        data = torch.empty(blocks, len(ranks), of.page_bytes, dtype=torch.uint8)
+        known = self._pages, basis, self._parts
+        sums = text_losses(of, *known, ranks=np.asarray(ranks, np.int32), packed=data)
+        return data, sums
 
-    def _by_format(
-        self, of_each: dict[int, tuple[ops.PackedFormat, torch.Tensor, torch.Tensor]]
-    ) -> list[FormatData]:
+    def _by_format(self, of_each: dict[int, _Packed]) -> list[FormatData]:
         made: list[FormatData] = []
-        for of in dict.fromkeys(form for form, _, _ in of_each.values()):
-            ranks = sorted(rank for rank, (form, _, _) in of_each.items() if form == of)
-            data = torch.stack([of_each[rank][1] for rank in ranks], 1)
+        for of in dict.fromkeys(each.format for each in of_each.values()):
+            ranks = sorted(rank for rank, each in of_each.items() if each.format == of)
             basis = None if of.basis_rows is None else _within(self._basis[ranks], of)
+            data = _together([of_each[rank] for rank in ranks])
             made.append(FormatData(of, np.asarray(ranks, np.int64), data, basis))
         return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Packed:
+    """The pages of one rank: those at a place in `data` [blocks, K, bytes], and what they lose."""
+
+    format: ops.PackedFormat
+    data: torch.Tensor
+    at: int
+    sums: torch.Tensor
+
+
+def _together(ranks: list[_Packed]) -> torch.Tensor:
+    """The pages of some ranks of one format [blocks, K, bytes]."""
+    first = ranks[0].data
+    if [each.at for each in ranks if each.data is first] == list(range(first.shape[1])):
+        return first
+    return torch.stack([each.data[:, each.at] for each in ranks], 1)
 
 
 def _within(basis: torch.Tensor, of: ops.PackedFormat) -> torch.Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,12 +81,13 @@ class CopyMemory:
         room = None if aside.stream is None else self.room_for(tensor)
         if aside.stream is None or room is None:
             return aside.on_host(tensor)
-        event: Any = torch.cuda.Event
-        with torch.cuda.stream(aside.stream):
-            for target, source in self._parts(room, tensor):
+        parts = list(self._parts(room, tensor))
+
+        def begin() -> None:
+            for target, source in parts:
                 target.copy_(source, non_blocking=True)
-            made = aside.stream.record_event(event(blocking=True))
-        made.synchronize()
+
+        aside.made(begin)
         return room
 
     def _parts(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

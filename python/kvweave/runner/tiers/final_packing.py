@@ -31,7 +31,15 @@ from kvweave.runner.one_thread import OneThread
 from kvweave.runner.report import PackingReport
 from kvweave.runner.tiers.chosen_formats import ChosenFormats
 from kvweave.runner.tiers.copy_memory import CopyMemory
-from kvweave.runner.tiers.packed_losses import Part, most_lost, packed_part, relative, sampled
+from kvweave.runner.tiers.packed_losses import (
+    Part,
+    most_lost,
+    part_losses,
+    relative,
+    sampled,
+    text_losses,
+)
+from kvweave.runner.tiers.staging import Staging
 from kvweave.runner.tiers.strategies import Strategies, has_own_basis, shared_basis
 from kvweave.runner.worker import Job, Worker
 
@@ -50,9 +58,10 @@ class FinalPacking:
     def __init__(self, pool: PackedPool, computing: OneThread) -> None:
         self.pool, self.computing = pool, computing
         self.strategies = None if pool.final is None else Strategies(pool, pool.final)
-        self.worker = Worker("kvweave packing")
+        self.worker = Worker("kvweave packing", stands_back=True)
         self.copier = Worker("kvweave copying")
         self.aside = Aside(pool.device)
+        self.staging = Staging(self.aside)
         on_gpu = pool.device.type == "cuda"
         # A part has a page more than it is reckoned with, and whole pieces of memory.
         self.copies = CopyMemory(pool.packing.copy_bytes // 8 * 9 if on_gpu else 0, pool.device)
@@ -140,6 +149,7 @@ class FinalPacking:
         self.copier.close(finish=False, most_s=most_s)
         self.worker.close(finish=False, most_s=most_s)
         self.copies.close()
+        self.staging.close()
 
 
 class TextCopy:
@@ -317,10 +327,11 @@ class Made:
         stacked = torch.stack(list(candidates.values()))
         index = best[None, :, :, None, None].expand(1, *stacked.shape[1:])
         self.basis = stacked.gather(0, index)[0].contiguous()
-        data: list[torch.Tensor] = []
-        lost, whole = self._lost(self.basis, copy.parts, data)
-        self.data = torch.cat(data)
-        self.lost = relative(lost, whole)
+        blocks = sum(len(part.packs) for part in copy.parts)
+        data = torch.empty(blocks, self._pages, self._form.page_bytes, dtype=torch.uint8)
+        known = self._form, self._pages, self.basis, copy.parts
+        self.lost = relative(*text_losses(*known, packed=data))
+        self.data = data.flatten(0, 1)
 
     def _best(
         self, moments: ops.Moments, candidates: dict[str, torch.Tensor], parts: list[Part]
@@ -333,7 +344,8 @@ class Made:
         """
         metric = moments.metric
         roots = None if metric is None else torch.linalg.cholesky(torch.from_numpy(metric))
-        sums = [self._lost(basis, parts, roots=roots) for basis in candidates.values()]
+        known = self._form, self._pages
+        sums = [text_losses(*known, basis, parts, roots=roots) for basis in candidates.values()]
         losses, whole = torch.stack([lost for lost, _ in sums]), sums[0][1]
         if needs_steps(self._form):
             weights = 1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
@@ -345,22 +357,6 @@ class Made:
             losses = (losses * weights).sum(-1, keepdim=True).expand_as(losses)
         # Where all are NaN, of pages with a number that is, the first is as good as any.
         return losses.nan_to_num(nan=torch.inf).argmin(0)
-
-    def _lost(
-        self,
-        basis: torch.Tensor,
-        parts: list[Part],
-        data: list[torch.Tensor] | None = None,
-        roots: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """What parts lose in a basis, as `lost_of`; `data` gets the bytes."""
-        total = torch.zeros(2, self._pages, 2, dtype=torch.float64)
-        for part in parts:
-            packed, lost = packed_part(self._form, self._pages, basis, part, roots)
-            total += lost
-            if data is not None:
-                data.append(packed.data[1:])
-        return total
 
 
 class _Fetch(Job):
@@ -420,7 +416,7 @@ class _Measure(Job):
         add_without_first(copy.moments, *known)
         for q, first, kv_heads in self._queries:
             copy.moments.add_queries(q, first=first, kv_heads=kv_heads)
-        lost = packed_part(pool.pages.format, pool.block_pages, self._basis, part)[1]
+        lost = part_losses(pool.pages.format, pool.block_pages, self._basis, part)
         # Not in place: a segment begins within inference mode, which this thread is not in.
         copy.lost = copy.lost + lost[0]
         copy.whole = copy.whole + lost[1]
@@ -446,10 +442,14 @@ class _Repack(Job):
         copy, strategies = self._copy, self._copy.of.strategies
         if strategies is not None:
             known = copy.parts, copy.report.tokens, copy.moments, self._shared
-            self._made = strategies.chosen(*known)
+            made = strategies.chosen(*known)
+            made.made = [each.sent(copy.of.staging.sent) for each in made.made]
+            self._made = made
             return
         assert self._shared is not None
-        self._made = Made(copy, self._shared)
+        packed, send = Made(copy, self._shared), copy.of.staging.sent
+        packed.data, packed.basis = send(packed.data), send(packed.basis)
+        self._made = packed
 
     def end(self, error: BaseException | None) -> None:
         self._copy.of.computing.soon(lambda: self._ended(error))

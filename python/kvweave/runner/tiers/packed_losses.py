@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from kvweave import ops
-from kvweave.ops.top_r_choice import lost_of
 from kvweave.runner.kv.tables import Int32
 
 
@@ -40,32 +38,49 @@ def sampled(parts: list[Part], tokens: int) -> list[Part]:
     return [replace(part, packs=part.packs[::every]) for part in parts]
 
 
-def packed_part(
+def part_losses(
     form: ops.PackedFormat,
     pages: int,
     basis: torch.Tensor | None,
     part: Part,
+    *,
+    ranks: Int32 | None = None,
     roots: torch.Tensor | None = None,
-) -> tuple[ops.PackedPages, torch.Tensor]:
-    """Exact pages packed, in a basis if there is one, and what that loses as `lost_of` has it."""
-    cache, packs = part.cache, part.packs.copy()
-    packs[:, 0] = 1 + pages * np.arange(len(packs))
-    bases = None if basis is None else basis[None]
-    packed = ops.PackedPages.zeros(1 + pages * len(packs), form, bases=bases)
-    ops.pack_pages(cache, packed, packs, pages=pages)
-    back = torch.zeros_like(cache)
-    ops.unpack_pages(packed, back, packs, pages=pages)
-    return packed, lost_of(cache, back, packs, pages, roots, part.left_out)
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What exact pages lose in a format, in a basis if there is one: as `ops.pack_losses`."""
+    return ops.pack_losses(
+        part.cache,
+        part.packs,
+        form,
+        pages=pages,
+        basis=basis,
+        ranks=ranks,
+        roots=roots,
+        left_out=part.left_out,
+        packed=packed,
+    )
 
 
-def of_ranks(part: Part, pages: int, ranks: list[int]) -> Part:
-    """Of blocks of so many pages those of some ranks, in a cache of their own."""
-    cache, packs = part.cache, part.packs.copy()
-    count = (len(cache) - 1) // pages
-    some = cache[1:].view(count, pages, *cache.shape[1:])[:, ranks]
-    exact = packs[:, 2:]
-    packs[:, 2:] = np.where(exact > 0, 1 + (exact - 1) // pages * len(ranks), 0)
-    return Part(torch.cat((torch.zeros_like(cache[:1]), some.flatten(0, 1))), packs, part.left_out)
+def text_losses(
+    form: ops.PackedFormat,
+    pages: int,
+    basis: torch.Tensor | None,
+    parts: list[Part],
+    *,
+    ranks: Int32 | None = None,
+    roots: torch.Tensor | None = None,
+    packed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same of all parts of a text, whose blocks lie one behind the other in `packed`."""
+    count = pages if ranks is None else len(ranks)
+    total, begin = torch.zeros(2, count, 2, dtype=torch.float64), 0
+    for part in parts:
+        end = begin + len(part.packs)
+        into = None if packed is None else packed[begin:end]
+        total += part_losses(form, pages, basis, part, ranks=ranks, roots=roots, packed=into)
+        begin = end
+    return total
 
 
 def relative(lost: torch.Tensor, whole: torch.Tensor) -> tuple[float, float]:

@@ -225,7 +225,7 @@ impl<C: Element> UnpackPages<'_, C> {
 }
 
 /// What is rounded already gains nothing by being rounded again.
-fn refuse_quantised<C: Element>() -> Result<(), OpError> {
+pub(super) fn refuse_quantised<C: Element>() -> Result<(), OpError> {
     ensure(!C::QUANTISED, OpErrorKind::InvalidArgument, "cache", || {
         ("f32, bf16 or f16 pages", C::NAME)
     })

@@ -1,9 +1,9 @@
 //! Packed pages: the fast versions write the definition's bytes, and attend as it does.
 
 use kvweave_core::ops::{
-    AttendPacked, Bases, HeadRows, KeptNumbers, OpError, OpErrorKind, PackPages, PackedFormat,
-    PackedKind, PackedKv, Packs, Pairing, Queries, RopeTable, ScaleDtype, Scoring, TopR,
-    UnpackPages,
+    AttendPacked, Bases, HeadRows, KeptNumbers, OpError, OpErrorKind, PackLosses, PackPages,
+    PackedFormat, PackedKind, PackedKv, Packs, Pairing, Queries, RopeTable, ScaleDtype, Scoring,
+    TopR, UnpackPages,
 };
 use proptest::prelude::*;
 
@@ -116,6 +116,52 @@ proptest! {
         kvweave_cpu::unpack_pages(unpacked(other)).unwrap();
         let bits = |cache: &[f32]| cache.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         prop_assert_eq!(bits(one), bits(other));
+    }
+
+    #[test]
+    fn losses_are_the_definitions(
+        format in formats(),
+        tokens in 1..200usize,
+        left_out in 0..9usize,
+        (some, turned, odd) in (any::<bool>(), any::<bool>(), any::<Option<u16>>()),
+        seed in any::<u64>(),
+    ) {
+        let mut random = Random(seed);
+        let (mut cache, rows) = text(&format, tokens, &mut random);
+        if let Some(at) = odd {
+            let at = usize::from(at) % cache.len();
+            cache[at] = f32::INFINITY;
+        }
+        let ranks: &[i32] = if some { &[1] } else { &[0, 1] };
+        let (dim, count) = (format.head_dim(), ranks.len());
+        let given = Given::new(&format, 1, &mut random);
+        let basis = given.as_ref().map(|given| {
+            &given.data[..given.data.len() / 2 / HEADS * count]
+        });
+        let roots: Vec<f64> = (0..count * dim * dim).map(|_| random.unit().into()).collect();
+        let bytes = tokens.div_ceil(format.page_tokens()) * count * format.page_bytes();
+        let packs = Packs { format, page_tokens: PAGE, pages: HEADS, bases: None, rows: &rows };
+        let [(wanted, pages), (got, others)] =
+            [kvweave_reference::pack_losses::<f32>, kvweave_cpu::pack_losses::<f32>].map(|run| {
+                let (mut sums, mut packed) = (vec![7.0; 4 * count], vec![0x5A; bytes]);
+                run(PackLosses {
+                    cache: &cache,
+                    packs,
+                    ranks,
+                    basis,
+                    roots: turned.then_some(&roots[..]),
+                    left_out,
+                    packed: (tokens % 2 == 0).then_some(&mut packed[..]),
+                    sums: &mut sums,
+                })
+                .unwrap();
+                (sums, packed)
+            });
+        prop_assert_eq!(pages, others);
+        for (wanted, got) in wanted.into_iter().zip(got) {
+            let near = (wanted - got).abs() <= 1e-9 * wanted.abs();
+            prop_assert!(near || wanted.is_nan() && got.is_nan() || wanted == got, "{wanted} {got}");
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod merge_states;
 pub mod moments;
 pub mod move_fp8_pages;
 pub mod move_pages;
+pub mod pack_losses;
 pub mod pack_pages;
 mod reading;
 pub mod recycle_pages;
