@@ -59,19 +59,18 @@ def title(task: tuple[str, str | None]) -> str:
 class Bench:
     """Runners of one model in float32: over exact pages, and over those of some formats."""
 
-    def __init__(
-        self, model: str, length: int, calibrated: int, formats: Sequence[str], first: int | None
-    ) -> None:
-        loaded, self.tokenizer = models.load(model, torch.float32)
+    def __init__(self, asked: argparse.Namespace) -> None:
+        length, first = asked.length, asked.exact_first
+        loaded, self.tokenizer = models.load(asked.model, torch.float32, device=asked.device)
         known = {"check": False, "progress": False, "frozen_share": 0.9}
         exact = Runner(loaded, self.tokenizer, max_tokens=8 * length, **known)
         # Its exact pool has room for all that a policy may recompute.
         self.runners = {"exact": exact}
-        for name in formats:
+        for name in asked.formats:
             packing = Packing(FORMATS[name], exact_first=first)
             room = {"max_tokens": 16 * length, "kv_dtype": packing}
             self.runners[name] = Runner(loaded, self.tokenizer, **room, **known)
-            self._calibrate(self.runners[name], calibrated)
+            self._calibrate(self.runners[name], asked.calibrated)
 
     def _calibrate(self, runner: Runner, tokens: int) -> None:
         """Has the shared basis made of the first text that the runner packs."""
@@ -123,6 +122,8 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
     known = {"model": asked.model, "length": asked.length, "documents": asked.documents}
     known |= {"seed": SEED, "machine": machine(), "calibrated": asked.calibrated}
     known |= {"formats": asked.formats, "exact_first": asked.exact_first}
+    if asked.device != "cpu":
+        known["gpu"] = torch.cuda.get_device_name()
     record |= {**known, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     tasks = {title(named): named for named in TASKS if named[0] in asked.tasks}
     done = record.setdefault("tasks", {})
@@ -130,8 +131,7 @@ def measure(record: dict[str, Any], asked: argparse.Namespace) -> Iterator[str]:
         for name, (task, corpus) in tasks.items():
             if index < len(done.setdefault(name, [])):
                 continue
-            made = asked.model, asked.length, asked.calibrated, asked.formats, asked.exact_first
-            bench = bench or Bench(*made)
+            bench = bench or Bench(asked)
             drawn = task_of(task, asked.length, corpus, "uneven", asked.documents)
             done[name].append(bench.measure(drawn, index, asked.policies))
             yield f"{name} {index}"
@@ -184,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kinds = list(dict.fromkeys(task for task, _ in TASKS))
     parser.add_argument("--tasks", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--exact-first", type=int, help="tokens of a document; by the format else")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args(arguments)
     measured(asked.out, partial(measure, asked=asked), table)

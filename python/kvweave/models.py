@@ -17,6 +17,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -364,7 +365,10 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
     if model.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.save_pretrained(folder)
+    # Which class reads it, as whoever serves the folder wants to know.
+    config = deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
 

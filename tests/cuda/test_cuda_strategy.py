@@ -12,6 +12,8 @@ from document_decoding import documents, fresh
 from head_maps import class_map
 from kvweave import ops
 from kvweave.runner import Packing, Runner, Strategy
+from kvweave.runner.tiers.chosen_formats import ChosenFormats
+from kvweave.runner.tiers.strategies import Strategies
 from packed_decoding import packed_runner, said_behind
 from strategy_runners import all_is_back, text_of, uneven_model
 from versions import needs_cuda
@@ -58,3 +60,21 @@ def test_it_says_what_the_cpu_says(numbers: str, sights: Any) -> None:
         assert all_is_back(runner)
     wanted, got = logits
     assert float((got - wanted).abs().max() / wanted.abs().max()) < NEAR
+
+
+def test_its_pages_are_on_the_device_before_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, seen = Strategies.place, []
+
+    def placed(of: Strategies, *given: Any, **named: Any) -> str:
+        (made,) = (each for each in given if isinstance(each, ChosenFormats))
+        tensors = [tensor for each in made.made for tensor in (each.data, each.basis)]
+        seen.extend(tensor.device.type for tensor in tensors if tensor is not None)
+        return place(of, *given, **named)
+
+    monkeypatch.setattr(Strategies, "place", placed)
+    runner = there("cuda", "int4", None)
+    runner.encode(documents([LONG])[0].tokens, "long")
+    runner.flush()
+    assert text_of(runner).nbytes > 0
+    assert len(seen) > 1
+    assert set(seen) == {"cuda"}

@@ -15,7 +15,12 @@ import kvweave
 
 pytest.importorskip("mypy", reason="not installed: pip install mypy")
 
-STUBS = ("_native.pyi", "_native_ops.pyi", "_native_store.pyi")
+STUBS = (
+    "_native.pyi",
+    "_native_ops.pyi",
+    "_native_store.pyi",
+    "_native_virtual_pages.pyi",
+)
 # A signature of Rust shows a default that is no literal as an ellipsis: the stub says more of it.
 # And PyO3 lists all names in `__all__`: nobody imports all of them.
 MEANT = re.compile(

@@ -1,6 +1,7 @@
 """Loading the packaged models: offline, pinned, cached, and saying what is missing."""
 
 import hashlib
+import json
 import os
 import socket
 import sys
@@ -67,6 +68,13 @@ def test_the_cached_copy_is_the_same_model(smollm2, cache: Path) -> None:
     assert tokenizer_again(text).input_ids == tokenizer(text).input_ids
     assert tokenizer_again.decode(tokenizer(text).input_ids) == text
     assert tokenizer_again.chat_template == tokenizer.chat_template
+
+
+def test_the_cached_copy_says_which_class_reads_it(smollm2, cache: Path) -> None:
+    """So it is a folder that others serve: `kvweave vllm-config` asks for that."""
+    (folder,) = (path for path in cache.iterdir() if path.name.endswith("-float32"))
+    known = json.loads((folder / "config.json").read_text())
+    assert known["architectures"] == [type(smollm2[0]).__name__] == ["LlamaForCausalLM"]
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_load(tmp_path: Path) -> None:

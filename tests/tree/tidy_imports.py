@@ -30,7 +30,7 @@ CORE_LAYERS = [
 SAFE_CRATES = ("core", "reference", "store")
 # Lower layers first; a package may import itself and what lies below, never sideways.
 PYTHON_LAYERS = [
-    {"_native_ops", "_native_store"},
+    {"_native_ops", "_native_store", "_native_virtual_pages"},
     {"_native"},
     {"errors"},
     {"always_read", "arguments", "closing", "device_memory", "flops", "packed_page"}

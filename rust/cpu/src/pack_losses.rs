@@ -51,11 +51,11 @@ pub fn pack_losses<C: Element>(params: PackLosses<'_, C>) -> Result<(), OpError>
                 [
                     match root {
                         Some(root) => turned_errors(&keys[some.clone()], of_keys, root, dim),
-                        None => squares(&keys[some.clone()], of_keys),
+                        None => errors(&keys[some.clone()], of_keys),
                     },
-                    squares(&values[some], of_values),
-                    squares(of_keys, &[]),
-                    squares(of_values, &[]),
+                    errors(&values[some], of_values),
+                    squares(of_keys),
+                    squares(of_values),
                 ]
             },
         )
@@ -102,17 +102,20 @@ fn round<C: Element>(numbers: &mut [f32], narrow: &mut [C]) {
     C::widen(narrow, numbers);
 }
 
-/// Σ (x − y)², or Σ x² where there is no y.
-fn squares(x: &[f32], y: &[f32]) -> f64 {
+/// Σ x².
+fn squares(x: &[f32]) -> f64 {
     let mut sums = [0.0; LANES];
-    if y.is_empty() {
-        for x in x.as_chunks::<LANES>().0 {
-            for (sum, x) in sums.iter_mut().zip(x) {
-                *sum += f64::from(*x) * f64::from(*x);
-            }
+    for x in x.as_chunks::<LANES>().0 {
+        for (sum, x) in sums.iter_mut().zip(x) {
+            *sum += f64::from(*x) * f64::from(*x);
         }
-        return sums.iter().sum();
     }
+    sums.iter().sum()
+}
+
+/// Σ (x − y)².
+fn errors(x: &[f32], y: &[f32]) -> f64 {
+    let mut sums = [0.0; LANES];
     for (x, y) in x.as_chunks::<LANES>().0.iter().zip(y.as_chunks::<LANES>().0) {
         for (sum, (x, y)) in sums.iter_mut().zip(x.iter().zip(y)) {
             let error = f64::from(*x) - f64::from(*y);

@@ -1,16 +1,12 @@
-//! Threads whose native work is to keep out of the way of others.
+//! By whom native work of a thread is done that keeps out of the way of others.
 
 use std::cell::RefCell;
 use std::sync::Arc;
 use std::thread::available_parallelism;
 
-use pyo3::prelude::*;
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-use crate::arguments::raised;
-use crate::failure::Failure;
-
-/// How much less of a processor such a thread gets than one that wants it too: nice, 0 to 19.
+/// How much less of a processor such threads get than others that want it too: nice, 0 to 19.
 #[cfg(target_os = "linux")]
 const NICE: i32 = 10;
 
@@ -19,24 +15,22 @@ thread_local! {
     static OWN: RefCell<Option<Arc<ThreadPool>>> = const { RefCell::new(None) };
 }
 
-/// Has native calls of this thread be worked on by half of the processors, at low priority, from
-/// now on and for as long as it lives: other threads find the other half free.
-#[pyfunction]
-pub fn stand_back(py: Python<'_>) -> PyResult<()> {
-    let half = available_parallelism().map_or(1, usize::from).div_ceil(2);
-    let made = py.detach(|| {
-        ThreadPoolBuilder::new()
-            .num_threads(half)
-            .thread_name(|at| format!("kvweave background {at}"))
-            .start_handler(|_| lower_priority())
-            .build()
-    });
-    let pool = raised(py, made.map_err(|error| Failure::invalid("threads", half, error)))?;
+/// Has native work of the calling thread be done by as many threads as half of the processors, at
+/// low priority, from now on and for as long as it lives.
+///
+/// # Errors
+/// Where the system has no more threads; nothing has changed then.
+pub fn keep_half_free() -> Result<(), ThreadPoolBuildError> {
+    let pool = ThreadPoolBuilder::new()
+        .num_threads(available_parallelism().map_or(1, usize::from).div_ceil(2))
+        .thread_name(|at| format!("kvweave background {at}"))
+        .start_handler(|_| lower_priority())
+        .build()?;
     OWN.set(Some(Arc::new(pool)));
     Ok(())
 }
 
-/// Does some work where this thread has its native work done.
+/// Does some work where the calling thread has its native work done.
 pub fn in_place<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     match OWN.with_borrow(Clone::clone) {
         Some(pool) => pool.install(work),

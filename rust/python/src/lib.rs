@@ -26,6 +26,7 @@ mod scheduler;
 mod shape;
 mod shard;
 mod shard_head;
+mod stand_back;
 mod stats;
 mod store;
 mod store_order;
@@ -42,8 +43,6 @@ mod _native {
 
     #[pymodule_export]
     use super::arena::Arena;
-    #[pymodule_export]
-    use super::background::stand_back;
     #[pymodule_export]
     use super::cache::KvCache;
     #[pymodule_export]
@@ -146,6 +145,8 @@ mod _native {
     use super::shard::{Provenance, Shard};
     #[pymodule_export]
     use super::shard_head::ShardHead;
+    #[pymodule_export]
+    use super::stand_back::stand_back;
     #[pymodule_export]
     use super::store::{Store, StoredShard};
     #[pymodule_export]

@@ -343,7 +343,9 @@ class Made:
         by E[(q·e)²] / D times the spread of values, one of a value by its own square.
         """
         metric = moments.metric
-        roots = None if metric is None else torch.linalg.cholesky(torch.from_numpy(metric))
+        roots = None
+        if metric is not None:
+            roots = torch.linalg.cholesky(torch.from_numpy(metric)).contiguous()
         known = self._form, self._pages
         sums = [text_losses(*known, basis, parts, roots=roots) for basis in candidates.values()]
         losses, whole = torch.stack([lost for lost, _ in sums]), sums[0][1]

@@ -160,7 +160,8 @@ proptest! {
         prop_assert_eq!(pages, others);
         for (wanted, got) in wanted.into_iter().zip(got) {
             let near = (wanted - got).abs() <= 1e-9 * wanted.abs();
-            prop_assert!(near || wanted.is_nan() && got.is_nan() || wanted == got, "{wanted} {got}");
+            let alike = near || wanted == got || wanted.is_nan() && got.is_nan();
+            prop_assert!(alike, "{wanted} {got}");
         }
     }
 
