@@ -50,6 +50,8 @@ JOINED_AT_RATIO = "host_load_ratio"
 """Such a run with 2.8 times as much of the host's memory as of the device's, as the paper has."""
 JOINED_ARRIVALS = "host_load_arrivals"
 """Such a run of contenders that do otherwise while pages are on their way."""
+JOINED_COPIES = "host_load_copies"
+"""Such a run of contenders that copy pages to the host when room is short, or as they fill."""
 VLLM_CASE = "vllm_load"
 """What a run of vLLM under this load is called: `benchmarks.vllm.serve.case_of`."""
 PAGES, WHOLE_EVERY = 64, 4
@@ -251,7 +253,7 @@ def join(words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"benchmarks.cases.{CASE}")
     parser.add_argument("--join", type=Path, nargs="+", required=True, help="runs, *all* first")
     parser.add_argument("--json", type=Path, required=True, help="file for the run")
-    cases = [JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO, JOINED_ARRIVALS]
+    cases = [JOINED, JOINED_AT_ONCE, JOINED_AT_RATIO, JOINED_ARRIVALS, JOINED_COPIES]
     parser.add_argument("--case", choices=cases)
     chosen = parser.parse_args(words)
     runs = [json.loads(path.read_text()) for path in chosen.join]

@@ -58,6 +58,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_arrivals "
         "--json FILE",
     ),
+    "host_load_copies": (
+        *(
+            f'{HOST_LOAD} --task \'{HOST_ARRIVALS}, "copies": ["{way}"]}}\''
+            for way in ("spill", "mirror")
+        ),
+        "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_copies "
+        "--json FILE",
+    ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),
     "runner_soak": ("python -m benchmarks.soak.run --seconds 3600",),

@@ -44,6 +44,7 @@ TITLES = {
     "host_load_at_once": "The same where all requests come at once",
     "host_load_ratio": "The same with 32 GiB of the device and 90 of the host, 2.8 times as much",
     "host_load_arrivals": "Of these 72 at once, going on without pages beside sitting steps out",
+    "host_load_copies": "The same 72, waiting for pages: spilled when room is short, or mirrored",
     "ttft_cuda": "Time to first token on a GPU, random weights, bf16, 97 % of the prompt cached",
     "ttft_heads": "Time to first token under a head map, random weights, bf16, 97 % of it cached",
     "ttft_packed": "Time to first token over packed documents and exact ones, random weights",

@@ -64,7 +64,7 @@ def test_half_of_the_processors_do_its_work_and_give_way() -> None:
     result, nice, own = done_by(True, losses, at_work, lambda: os.getpriority(os.PRIO_PROCESS, 0))
     assert torch.equal(result, losses())
     assert len(nice) == -(-len(os.sched_getaffinity(0)) // 2)
-    assert set(nice) == {max(10, own)}
+    assert set(nice) == {max(19, own)}
     until = time.monotonic() + 60
     while not background() <= before and time.monotonic() < until:
         time.sleep(0.01)

@@ -6,9 +6,10 @@ use std::thread::available_parallelism;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-/// How much less of a processor such threads get than others that want it too: nice, 0 to 19.
+/// What such threads are to others that want a processor too: nice, of 0 to 19. At 10 they would have a
+/// tenth of it.
 #[cfg(target_os = "linux")]
-const NICE: i32 = 10;
+const NICE: i32 = 19;
 
 thread_local! {
     /// Who does the native work of this thread, unless that are the threads of all.
