@@ -4,8 +4,9 @@ Tasks of the eval lab, each sample measured against full prefill of the same pro
 keep documents in exact pages, and in packed ones of each format; and these against the same policy
 over exact pages, for reuse costs what it costs over both. Formats in a basis have the shared
 one of their runner, made of `--calibrated` tokens of speeches; needles lie in speeches too. KL is
-nats a token of full's own answer (of a text, of what follows), in float32; intervals are over
-samples (`lab.eval`'s bootstrap, each task weighing alike), those of differences over pairs.
+nats a token of full's own answer (of a text, of what follows), in float32, on a GPU in bfloat16,
+which packed pages are read in there; intervals are over samples (`lab.eval`'s bootstrap, each task
+weighing alike), those of differences over pairs.
 `--exact-first`: of how many tokens at the beginning of documents pages are read exactly, where it
 is not what `Packing` has. What is in FILE is not measured again.
 """
@@ -57,11 +58,12 @@ def title(task: tuple[str, str | None]) -> str:
 
 
 class Bench:
-    """Runners of one model in float32: over exact pages, and over those of some formats."""
+    """Runners of one model: over exact pages, and over those of some formats."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         length, first = asked.length, asked.exact_first
-        loaded, self.tokenizer = models.load(asked.model, torch.float32, device=asked.device)
+        dtype = torch.float32 if asked.device == "cpu" else torch.bfloat16
+        loaded, self.tokenizer = models.load(asked.model, dtype, device=asked.device)
         known = {"check": False, "progress": False, "frozen_share": 0.9}
         exact = Runner(loaded, self.tokenizer, max_tokens=8 * length, **known)
         # Its exact pool has room for all that a policy may recompute.

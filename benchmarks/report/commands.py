@@ -63,8 +63,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
             f'{HOST_LOAD} --task \'{HOST_ARRIVALS}, "copies": ["{way}"]}}\''
             for way in ("spill", "mirror")
         ),
-        "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_copies "
-        "--json FILE",
+        "python -m benchmarks.cases.host_load --join FILE FILE --case host_load_copies --json FILE",
     ),
     "replay": ("python -m benchmarks.replay.run FOLDER",),
     "replay_segments": ("python -m benchmarks.replay.segments FOLDER",),

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from families import random_tokens, tiny
-from kvweave.runner import Packing, Runner
+from kvweave.runner import Packing, Runner, Strategy
 from kvweave.runner.kv.aside import Aside
 from kvweave.runner.kv.layer_packing import LayerPacking
 from kvweave.runner.tiers import final_packing
 from kvweave.runner.tiers.copy_memory import CopyMemory
 from packed_decoding import nothing_is_held, packed_runner
 from page_meaning import random_packing
+from strategy_runners import text_of, uneven_model
 from versions import needs_cuda
 
 pytestmark = needs_cuda
@@ -41,7 +42,8 @@ def prefilled(runner: Runner, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and the bytes of a prompt that nobody finds."""
     with runner.prefill(tokens, "full", remember=False) as done:
         size, blocks = runner.packed.block_pages, done.kv.packed.request.entries()[:, 0]
-        pages = [runner.packed.pages.data[at : at + size] for at in blocks.tolist()]
+        rows = runner.packed.rows(blocks)
+        pages = [runner.packed.pages.data[at : at + size] for at in rows.tolist()]
         return done.logits.clone(), torch.stack(pages)
 
 
@@ -49,6 +51,20 @@ def prefilled(runner: Runner, tokens: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def test_bytes_are_those_of_packing_behind(model: Any, name: str) -> None:
     tokens = random_tokens(3000, 1)
     one, behind = (prefilled(runner_that(model, name, beside), tokens) for beside in (True, False))
+    assert torch.equal(one[1], behind[1])
+    assert torch.equal(one[0], behind[0])
+
+
+def test_with_a_strategy_too_once_blocks_lie_elsewhere() -> None:
+    model, made = uneven_model(64).to("cuda", torch.bfloat16), []
+    for beside in (True, False):
+        packing = Packing("int4", strategy=Strategy(0.3), beside=beside)
+        runner = packed_runner(model, kv_dtype=packing, max_tokens=16_384, chunk_tokens=512)
+        runner.encode(random_tokens(4200, 5), "manual")
+        runner.flush()
+        assert text_of(runner).nbytes > 0
+        made.append(prefilled(runner, random_tokens(1500, 6)))
+    one, behind = made
     assert torch.equal(one[1], behind[1])
     assert torch.equal(one[0], behind[0])
 

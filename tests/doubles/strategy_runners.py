@@ -107,3 +107,10 @@ def all_is_back(runner: Runner) -> bool:
     memory = final.memory
     empty = known["held"] == known["final_bytes"] == 0 and memory.fits([(memory.most_bytes, 1)])
     return sound and empty and final.kept_back == final.extra
+
+
+def all_is_gone(runner: Runner) -> bool:
+    """The same once somebody has computed, as whoever computes lets go of what nobody reads."""
+    with runner._prefiller.computing:
+        pass
+    return all_is_back(runner)

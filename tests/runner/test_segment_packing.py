@@ -30,7 +30,7 @@ from strategy_runners import (
     DIM,
     HEADS,
     LAYERS,
-    all_is_back,
+    all_is_gone,
     held_back,
     meaning_of,
     uneven_model,
@@ -61,13 +61,6 @@ def texts_of(runner: Any) -> tuple[FinalText, ...]:
 def forget_all(runner: Any) -> None:
     """Lets go of all that was remembered of requests, and of what they had lent."""
     runner.packed.documents.forget_cached("")
-
-
-def all_is_gone(runner: Any) -> bool:
-    """The same once somebody has computed, as whoever computes lets go of what nobody reads."""
-    with runner._prefiller.computing:
-        pass
-    return all_is_back(runner)
 
 
 def by_segments(meanings: Sequence[Meaning], rest: Meaning, size: int = SEGMENT) -> Meaning:

@@ -32,9 +32,11 @@ class LayerPacking:
         self._pool, self._aside = pool, aside
         self._span, self._basis = span, basis
         self._layers: set[int] = set()
-        # What is packed where, in all layers: on the host, and of each layer where it is packed.
-        self._packs: Int32 | None = None
+        # What is packed where, in all layers, by the numbers of blocks and by where they lie.
+        self._packs: tuple[Int32, Int32] | None = None
+        # The same of each layer, where it is packed: those that lie so, and those with bounds.
         self._tables: ops.Table | None = None
+        self._bounded: ops.Table | None = None
 
     def written(self, layer: int, rows: RowTable, packs: Callable[[], Int32]) -> None:
         """Packs a layer whose rows have been written, behind all that was asked for by now.
@@ -62,27 +64,38 @@ class LayerPacking:
         return bool(at[0] == first and at[-1] == end - 1)
 
     def _begin(self, packs: Int32) -> None:
-        pool = self._pool
+        pool, placed = self._pool, self._pool.placed(packs)
         if pool.bases is not None:
             self._basis = pool.bases.shared if self._basis is None else self._basis
-            pool.bases.assign(packs[:, 0], self._basis)
+            pool.bases.assign(placed[:, 0], self._basis)
+        tables = [self._by_layer(placed)]
+        if placed is not packs and pool.bounds is not None:
+            tables.append(self._by_layer(packs))
+        self._tables, *bounded = send(pool.device, *tables)
+        self._bounded = bounded[0] if bounded else self._tables
+        self._packs = packs, placed
+
+    def _by_layer(self, packs: Int32) -> Int32:
+        """Packs of whole blocks as those of each layer's pages alone [L, N, n]."""
+        pool = self._pool
         first = pool.kv_heads * np.arange(pool.cache.shape.layers, dtype=np.int32)
         tables = np.repeat(packs[None], len(first), axis=0)
         tables[:, :, 0] += first[:, None]
         tables[:, :, 2:] += first[:, None, None]
-        (self._tables,) = send(pool.device, tables)
-        self._packs = packs
+        return tables
 
     def _pack(self, layer: int) -> None:
         pool, pages, tables = self._pool, self._pool.pages, self._tables
+        bounded = self._bounded
         assert tables is not None
+        assert bounded is not None
         heads = pool.kv_heads
         if pool.bases is not None:
             assert self._basis is not None
             own = pool.bases.of_pages(self._basis, layer * heads, heads)
             pages = ops.PackedPages(pages.data, pages.format, own)
         ops.pack_pages(pool.exact, pages, tables[layer], pages=heads)
-        pool.bound_exact(pool.exact, tables[layer], heads)
+        pool.bound_exact(pool.exact, bounded[layer], heads)
 
     def finish(self, packs: Int32) -> bool:
         """Whether all layers have been packed just so; what is asked for from now on finds them.
@@ -90,8 +103,11 @@ class LayerPacking:
         Where they have not, nothing that was packed counts.
         """
         self.join()
-        same = self._packs is not None and np.array_equal(self._packs, packs)
-        return same and not self.why and len(self._layers) == self._pool.cache.shape.layers
+        if self._packs is None or self.why:
+            return False
+        pool, now = self._pool, (packs, self._pool.placed(packs))
+        same = all(np.array_equal(*each) for each in zip(self._packs, now, strict=True))
+        return same and len(self._layers) == pool.cache.shape.layers
 
     def join(self) -> None:
         """Has the device do nothing more before what was begun is done; the host does not wait."""

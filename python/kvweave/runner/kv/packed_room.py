@@ -248,8 +248,7 @@ def make_packed_pool(
     pages, bounds = made()
     bases = _bases(spec, packing, pages, tokens)
     known = spec.layers, packing, cache, pages, exact[1], bases, reads, bounds
-    # What is final finds its place between two calls, and nothing is packed within one.
-    aside = Aside(spec.device) if packing.beside and final is None else None
+    aside = Aside(spec.device) if packing.beside else None
     of_firsts = exact_shape, first_tokens, spec.dtype, spec.device
     firsts = ExactFirsts.made(sizes.firsts(tokens), *of_firsts)
     return exact, PackedPool(*known, sizes.chunk(tokens), aside, final, firsts)
