@@ -63,7 +63,7 @@ class Task:
     model lies on the CPU; of what a GPU has where both are 0. `layers` of the model, 0 for all.
     For `host_load`: `copies`, which pages are copied to the host, one way after the other, with
     `host_bytes` of its memory (0: six times the arena); `whole`, whether there is one that reads
-    all; `ways`, how requests come.
+    all; `ways`, how requests come. For `packed_load`: `packed`, the formats of packed pages.
     """
 
     model: str = "Llama-3.1-8B"
@@ -84,6 +84,7 @@ class Task:
     host_bytes: int = 0
     whole: bool = True
     ways: tuple[str, ...] = (AT_ONCE, POISSON)
+    packed: tuple[str, ...] = ("int4",)
 
 
 ON_CPU = Task("small Llama", 16, (200, 600), 32, 256, 0.0, 4, 2000, 256, 16, 16_384)

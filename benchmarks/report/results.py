@@ -71,6 +71,7 @@ TITLES = {
     "vllm_top_k": "vLLM 0.26 with heads that read 64 blocks, ranked at every step, 8B shape, bf16",
     "packed_decode": "Attention of one layer over packed pages, choosing among them, and packing",
     "packed_prefill": "A prompt of 64K tokens packed beside what is computed and behind, 8 of 8B",
+    "packed_load": "An engine under load, over packed pages in as much memory as over exact ones",
     "packed_prefill_final": "The same of text that is packed finally, segment by segment, 2 of 8B",
     "packed_copies": "Copies of exact pages on the host, from where text is packed finally",
     "packed_worker": "Decode steps while the host packs a document finally, 8 layers of 8B",

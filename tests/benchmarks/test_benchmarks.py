@@ -17,6 +17,7 @@ from benchmarks.cases import (
     engine_load,
     head_memory,
     host_load,
+    packed_load,
     rotate_rows,
     speculation,
     tiers,
@@ -86,6 +87,7 @@ def test_unknown_cases_are_named(capsys: pytest.CaptureFixture[str]) -> None:
         "isolation",
         "packed_capacity",
         "packed_kinds",
+        "packed_load",
         "packed_prefill",
         "packed_prefill_final",
         "packed_rows",
@@ -191,6 +193,16 @@ def test_host_load_case_sets_the_host_beside_the_device() -> None:
     assert rows[8].of["× all"] == rows[2].value / rows[8].value
     assert whole.of["KV held"] > 0.99 > over.of["KV held"]
     assert over.of["decoding at once"] >= 1
+
+
+def test_packed_load_case_sets_packed_pages_beside_exact_ones() -> None:
+    rows = packed_load.rows_of(replace(packed_load.QUICK, packed=("int4", "half-int4")))
+    assert [row.unit for row in rows] == ["tokens/s", "s", "ms"] * 3
+    exact, *packed = rows[::3]
+    assert exact.of["× exact"] == 1.0
+    for row in packed:
+        assert row.of["decoding at once"] > exact.of["decoding at once"] >= 1
+        assert row.of["× exact"] == row.value / exact.value
 
 
 def test_a_load_at_a_rate_alone_has_to_be_told_it() -> None:

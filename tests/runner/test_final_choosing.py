@@ -16,6 +16,7 @@ from final_tiers import leave_the_device, same
 from kvweave import Store
 from kvweave.payload import KvPayload
 from kvweave.runner import Runner, Strategy
+from kvweave.runner.decode.packed_reads import prepare_final
 from kvweave.runner.hand_off import take_over
 from kvweave.runner.tiers.choice import Speeds
 from packed_choosing import expect_packed_choice
@@ -72,6 +73,17 @@ def put(runner: Runner, docs: list[Any]) -> None:
 
 def parts_of(docs: list[Any]) -> list[Any]:
     return [fresh(70, 1), docs[0], fresh(30, 2), docs[1], fresh(90, 4)]
+
+
+def test_preparing_looks_up_nobodys_pages_and_changes_nothing(model: Any) -> None:
+    """Whatever is chosen of them, nothing is of a text."""
+    runner, _ = choosing(model, KINDS["some"])
+    pool = runner.packed
+    before = pool.text_memory.data.clone(), pool.pages.data.clone()
+    prepare_final(pool)
+    assert torch.equal(pool.text_memory.data, before[0])
+    assert torch.equal(pool.pages.data, before[1])
+    assert all_is_back(runner)
 
 
 @pytest.mark.parametrize("of", KINDS)

@@ -260,7 +260,10 @@ def test_a_connector_is_made_for_one_role(feature: str, halves: tuple[type, type
         kv_connector=named, kv_role="kv_both", kv_connector_module_path=module
     )
     config = VllmConfig(kv_transfer_config=transfer)
-    config.model_config = SimpleNamespace(architectures=["KvweaveLlamaForCausalLM"])
+    config.model_config = SimpleNamespace(
+        architectures=["KvweaveLlamaForCausalLM"],
+        hf_text_config=SimpleNamespace(num_hidden_layers=1),
+    )
     group = KVCacheGroupSpec(["layer"], FullAttentionSpec(**SHAPE))
     cache = KVCacheConfig(num_blocks=2, kv_cache_tensors=[], kv_cache_groups=[group])
     assert KVConnectorFactory.supports_hma_config(transfer)

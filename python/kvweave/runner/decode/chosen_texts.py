@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from kvweave import ops
+from kvweave.device_memory import needs_memory
 from kvweave.ops import Reach, RopeTable, Workspace
 from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.sampling import Int64
@@ -82,6 +83,26 @@ class ChosenTexts:
             )
         before._write(packed, np.concatenate(whose), np.concatenate(numbers))
         return before
+
+    @staticmethod
+    @needs_memory("entries of packed texts")
+    def prepare(pool: PackedPool, width: int) -> None:
+        """Looks up so many entries that every head has chosen of a text that is nobody's.
+
+        As `FinalReads.prepare`: for kernels of torch that a GPU loads when first asked for them.
+
+        # Errors
+        `OutOfMemory` as `of`.
+        """
+        room, heads = EntryRoom.of(1, 1, pool), pool.kv_heads
+        index = torch.zeros((2, len(room.entries)), dtype=torch.int64, device=pool.device)
+        rows = index.new_zeros(1), index[0], index[1]
+        made = ChosenTexts(room, *rows, TextPages(pool, 2), {})
+        chosen = torch.zeros((1, heads, width), dtype=torch.int32, device=pool.device)
+        selected = torch.full_like(chosen[..., 0], width)
+        forms, numbers, pages = made._looked_up(0, chosen, selected)
+        for among in ((numbers,), (chosen, pages)):
+            _those(forms == IN_POOL, *among)
 
     def _serves(self, texts: TextPages, layers: Layers, entries: int, requests: int) -> bool:
         """Whether it has room for so many entries of as many requests, read in these layers."""

@@ -14,8 +14,8 @@ from kvweave.device_memory import is_shortage, needs_memory
 from kvweave.errors import PoolFull
 from kvweave.ops import Workspace
 from kvweave.runner.decode.decoding import Decoding
-from kvweave.runner.decode.final_reads import FinalReads
 from kvweave.runner.decode.graph import StepGraphs
+from kvweave.runner.decode.packed_reads import prepare_final
 from kvweave.runner.decode.promised_bounds import BoundsPromise
 from kvweave.runner.decode.reads import StepReads
 from kvweave.runner.decode.rounds import Rounds, Run
@@ -57,7 +57,7 @@ class Decoder:
         captured = self.workspace is not None and rotary.is_fixed and not heads.waits
         self.graphs = StepGraphs(heads, rotary, pages, self.workspace) if captured else None
         if on_gpu and heads.packed is not None and heads.packed.final is not None:
-            FinalReads.prepare(heads.packed)
+            prepare_final(heads.packed)
         known = heads, rotary, pages, drafts, self.workspace, self.graphs
         self.rounds = Rounds(*known) if drafts else None
         self.queries: torch.Tensor | None = None

@@ -129,6 +129,16 @@ class ChosenPacked:
         return [ops.attend_packed(q, positions, own, kv, entry_offsets=ends, workspace=workspace)]
 
 
+def chosen_at_most(pool: PackedPool) -> int:
+    """How many packed entries a head of a pool has chosen at most."""
+    return max(budget.pages + _since(budget) for budget in pool.heads.budgets)
+
+
+def _since(budget: PageBudget) -> int:
+    """Pages that are packed between two rankings."""
+    return -(-budget.every // PAGE_TOKENS)
+
+
 class PackedChoice:
     """What the top-K heads of requests that decode together have chosen of their packed entries.
 
@@ -146,10 +156,8 @@ class PackedChoice:
             torch.from_numpy(heads.budget_of == number).to(device)
             for number in range(len(heads.budgets))
         ]
-        # Pages that are packed between two rankings.
-        self._since = [-(-budget.every // PAGE_TOKENS) for budget in heads.budgets]
-        pairs = zip(heads.budgets, self._since, strict=True)
-        self._width = max(budget.pages + since for budget, since in pairs)
+        self._since = [_since(budget) for budget in heads.budgets]
+        self._width = chosen_at_most(pool)
         self.chosen = torch.zeros((0, *shape, self._width), dtype=torch.int32, device=device)
         self.selected = torch.zeros((0, *shape), dtype=torch.int32, device=device)
         self._ranked = np.zeros((0, len(heads.budgets)), np.int64)

@@ -23,7 +23,7 @@ from kvweave.runner.decode.chosen_texts import ChosenTexts, Listed
 from kvweave.runner.decode.decoding import Decoding
 from kvweave.runner.decode.entry_room import EntryRoom
 from kvweave.runner.decode.final_reads import FinalReads
-from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice, Ranked
+from kvweave.runner.decode.packed_choice import ChosenPacked, PackedChoice, Ranked, chosen_at_most
 from kvweave.runner.decode.text_pages import TextPages
 from kvweave.runner.kv.final_texts import FinalEntries
 from kvweave.runner.kv.packed_pool import RECENT_TOKENS, SINK_TOKENS, PackedPool
@@ -330,3 +330,14 @@ def _are_same(
 def _packed(sequence: Decoding) -> PackedPrefix:
     assert sequence.packed is not None
     return sequence.packed
+
+
+def prepare_final(pool: PackedPool) -> None:
+    """Asks a GPU for what steps need once a text of a pool is packed finally.
+
+    # Errors
+    `OutOfMemory` without memory for it.
+    """
+    FinalReads.prepare(pool)
+    if pool.heads.budgets:
+        ChosenTexts.prepare(pool, chosen_at_most(pool))
