@@ -62,8 +62,9 @@ from kvweave.errors import PoolFull
 from kvweave.lab.bench.rows import Row
 
 CASE = "vllm_soak"
-CHANGE, FORGET = 0.04, 0.01
-"""Chances, in a step: a document goes and another comes, caches are reset with the connector's."""
+CHANGE, FORGET, FORGET_FIRST = 0.04, 0.01, 0.1
+"""Chances, in a step: a document goes and another comes, caches are reset with the connector's, and
+these while they never were: a short soak has few steps."""
 LEVELS = (1, 2, 0)
 """At which level the engine sleeps, one time after another that all has ended."""
 FIRST = 12
@@ -118,7 +119,7 @@ class Load(MixedLoad):
         if drawn[2] < CHANGE:
             self.drop(int(self.numbers.choice(self.author.there)))
             self.put()
-        if drawn[3] < FORGET:
+        if drawn[3] < (FORGET if self.happened["forgot"] else FORGET_FIRST):
             # vLLM's own cache is not reset while somebody runs.
             self.engine.reset_prefix_cache(reset_connector=True)
             self.happened["forgot"] += 1

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import pytest
+from vllm.exceptions import VLLMValidationError
 
 from families import tiny
 from kvweave.errors import InvalidArgument
@@ -211,10 +212,15 @@ def test_a_policy_that_fails_holds_nothing(
 
 
 def test_a_layer_that_is_not_there_is_refused(checkpoint: Any) -> None:
-    """Only the model knows how many it has: the prompt is computed whole, and the engine lives."""
-    wanted = [stock(checkpoint("llama"), given.tokens) for given in (FIRST, SECOND)]
+    """Before anything is computed, and the engine lives: others are answered as ever."""
+    wanted = stock(checkpoint("llama"), FIRST.tokens)
     policy = named(InfoFlow(layers=(99,)))
     with segments(checkpoint("llama"), settings()) as (llm, counts):
-        same([ask(llm, given, policy=policy) for given in (FIRST, SECOND)], wanted)
-        assert counts.total.misses["refused"] == len(FIRST.tokens) + len(SECOND.tokens)
+        for _ in range(2):
+            with pytest.raises(
+                (InvalidArgument, VLLMValidationError),
+                match=r"policy\.layers: expected layers of 4, got",
+            ):
+                ask(llm, FIRST, policy=policy)
         assert counts.worker.store.cache.stats()["held"] == 0
+        same([ask(llm, FIRST)], [wanted])
