@@ -39,7 +39,7 @@ BEHIND = 2
 # A document of that shape has a basis of its own from 7 550 tokens on.
 ON_GPU = Load("Llama-3.1-8B", 4, 16, 8192, 12_288, 200)
 WHOLE = Load("Llama-3.1-8B", 32, 8, 8192, 12_288, 100)
-QUICK = Load("tiny Llama", 2, 2, 2816, 2560, 4)
+QUICK = Load("tiny Llama", 2, 2, 2816, 2560, 12)
 
 
 def run(quick: bool) -> list[Row]:

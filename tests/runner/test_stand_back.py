@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ class Call(Job):
 
 def background() -> set[int]:
     """The threads that do work in the background."""
-    named = {int(task.name): (task / "comm").read_text().strip() for task in TASKS.iterdir()}
-    return {number for number, name in named.items() if name == NAME}
+    found = set()
+    for task in TASKS.iterdir():
+        # Others may end meanwhile.
+        with suppress(OSError):
+            if (task / "comm").read_text().strip() == NAME:
+                found.add(int(task.name))
+    return found
 
 
 def losses() -> torch.Tensor:
@@ -64,7 +70,7 @@ def test_half_of_the_processors_do_its_work_and_give_way() -> None:
     result, nice, own = done_by(True, losses, at_work, lambda: os.getpriority(os.PRIO_PROCESS, 0))
     assert torch.equal(result, losses())
     assert len(nice) == -(-len(os.sched_getaffinity(0)) // 2)
-    assert set(nice) == {max(19, own)}
+    assert set(nice) == {max(5, own)}
     until = time.monotonic() + 60
     while not background() <= before and time.monotonic() < until:
         time.sleep(0.01)

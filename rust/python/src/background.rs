@@ -6,10 +6,10 @@ use std::thread::available_parallelism;
 
 use rayon::{ThreadPool, ThreadPoolBuildError, ThreadPoolBuilder};
 
-/// What such threads are to others that want a processor too: nice, of 0 to 19. At 10 they would have a
-/// tenth of it.
+/// What such threads are to others that want a processor too: nice, of 0 to 19. At 5 they have a
+/// quarter of it beside one other, so that their work ends on a busy machine too.
 #[cfg(target_os = "linux")]
-const NICE: i32 = 19;
+const NICE: i32 = 5;
 
 thread_local! {
     /// Who does the native work of this thread, unless that are the threads of all.
